@@ -1,0 +1,367 @@
+"""Attention on one GPU: Keel beside FlexAttention, cuDNN and FlashAttention-3, in one run.
+
+    python benchmarks/attention.py                              # 8k and 16k, all masks
+    python benchmarks/attention.py --seqlens 4096 --peers DIR   # DIR holds fa3_peer.py and fa3.so
+
+64:8 heads, d 128, bf16, random data, eager calls. Every provider is first checked against the
+fp64 oracle on a small problem and against Keel on the timed one: no ratio is printed for a wrong
+result. Providers take turns within each round; the median over rounds counts. Backward time is
+(forward + backward) - forward, for all alike. TFLOP/s = 4 * area * hq * d (backward 2.5 times).
+Results go to benchmarks/results/attention.csv and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import keel
+from keel import masks, reference
+from keel.masks import AttnMask
+from keel.meta import Scoring
+
+HQ, HK, D = 64, 8, 128
+WINDOW = 1024
+RESULTS = Path(__file__).parent / "results"
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(tokens, heads, d) q, k, v -> out of the same layout, differentiable."""
+
+
+def document_bounds(tokens: int, seed: int = 0) -> list[int]:
+    """Lengths lognormal with median tokens/24 and sigma 1.2, clipped to [16, tokens/4]."""
+    rng, bounds = np.random.default_rng(seed), [0]
+    while bounds[-1] < tokens:
+        length = int(np.clip(rng.lognormal(np.log(tokens / 24), 1.2), 16, tokens / 4))
+        bounds.append(min(tokens, bounds[-1] + length))
+    return bounds
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mask at one length, in the words of each peer."""
+
+    name: str
+    tokens: int
+    mask: AttnMask
+    causal: bool = False
+    window: int = -1
+    bounds: tuple[int, ...] | None = None
+
+
+def problems(tokens: int) -> list[Problem]:
+    bounds = tuple(document_bounds(tokens))
+    return [
+        Problem("full", tokens, masks.full(tokens)),
+        Problem("causal", tokens, masks.causal(tokens), causal=True),
+        Problem("vfull", tokens, masks.documents(bounds), bounds=bounds),
+        Problem("vcausal", tokens, masks.documents(bounds, causal=True), True, bounds=bounds),
+        Problem("swa", tokens, masks.sliding_window(tokens, left=WINDOW, right=0), True, WINDOW),
+    ]
+
+
+def keel_with_max(problem: Problem) -> Attend:
+    return lambda q, k, v: keel.flex_flash_attn_func(q, k, v, problem.mask, return_max_logits=True)[
+        0
+    ]
+
+
+def keel_without_max(problem: Problem) -> Attend:
+    return lambda q, k, v: keel.flex_flash_attn_func(q, k, v, problem.mask)[0]
+
+
+def flex(problem: Problem) -> Attend:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()
+    block_mask = None
+    if problem.name != "full":
+        document = torch.zeros(problem.tokens, dtype=torch.int32, device="cuda")
+        for n, start in enumerate(problem.bounds or ()):
+            document[start:] = n
+        window = problem.window if problem.window >= 0 else problem.tokens
+
+        def mask_mod(b, h, i, j):
+            keep = document[i] == document[j]
+            return keep & (i >= j) & (i - j <= window) if problem.causal else keep
+
+        def plain_causal(b, h, i, j):
+            return i >= j
+
+        mod = plain_causal if problem.name == "causal" else mask_mod
+        block_mask = create_block_mask(mod, None, None, problem.tokens, problem.tokens, "cuda")
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def attend(q, k, v):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return compiled(q, k, v, block_mask=block_mask, enable_gqa=True)[0].transpose(0, 1)
+
+    return attend
+
+
+def cudnn(problem: Problem) -> Attend | None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if problem.name not in ("full", "causal"):
+        return None
+
+    def attend(q, k, v):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=problem.causal, enable_gqa=True
+            )
+        return out[0].transpose(0, 1)
+
+    return attend
+
+
+def flash3(problem: Problem, folder: Path | None) -> Attend | None:
+    if folder is None or not (folder / "fa3_peer.py").exists():
+        return None
+    sys.path.insert(0, str(folder))
+    from fa3_peer import load
+
+    peer = load(str(folder))
+    cu, longest = None, None
+    if problem.bounds:
+        cu = torch.tensor(problem.bounds, dtype=torch.int32, device="cuda")
+        longest = int(cu.diff().max())
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            batch = [x if cu is not None else x[None] for x in (q, k, v)]
+            out, lse = peer.fwd(*batch, cu, longest, problem.causal, problem.window)
+            ctx.save_for_backward(*batch, out, lse)
+            return out if cu is not None else out[0]
+
+        @staticmethod
+        def backward(ctx, dout):
+            q, k, v, out, lse = ctx.saved_tensors
+            dout = dout if cu is not None else dout[None]
+            grads = peer.bwd(dout, q, k, v, out, lse, cu, longest, problem.causal, problem.window)
+            return tuple(x if cu is not None else x[0] for x in grads)
+
+    return Attention.apply
+
+
+def inputs(tokens: int, hq: int, hk: int) -> list[torch.Tensor]:
+    return [
+        torch.randn(tokens, h, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for h in (hq, hk, hk)
+    ]
+
+
+def run(attend: Attend, qkv: list[torch.Tensor], dout: torch.Tensor) -> list[torch.Tensor]:
+    out = attend(*qkv)
+    return [out, *torch.autograd.grad(out, qkv, dout)]
+
+
+def check_against_oracle(provider: Callable[[Problem], Attend | None]) -> float:
+    """Worst relative error (largest error / largest value) over masks, of out and gradients."""
+    worst = 0.0
+    for problem in problems(640):
+        attend = provider(problem)
+        if attend is None:
+            continue
+        qkv = inputs(problem.tokens, 8, 2)
+        exact = [x.detach().double().requires_grad_() for x in qkv]
+        out, _, _ = reference.attention(*exact, problem.mask, Scoring(scale=D**-0.5))
+        dout = torch.randn_like(qkv[0])
+        expected = [out, *torch.autograd.grad(out, exact, dout.double())]
+        worst = max(worst, worst_error(run(attend, qkv, dout), expected))
+    return worst
+
+
+def worst_error(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Largest error relative to the largest value, over tensors; infinite for NaN."""
+    worst = 0.0
+    for x, ref in zip(got, expected, strict=True):
+        error = (x.double() - ref.double()).abs().max() / ref.double().abs().max()
+        worst = max(worst, float("inf") if error.isnan() else float(error))
+    return worst
+
+
+def time_calls(call: Callable[[], object], budget_ms: float = 25.0) -> float:
+    """Milliseconds per call, over as many calls as fill the budget."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    count = max(1, int(budget_ms / max(start.elapsed_time(end), 1e-3)))
+    start.record()
+    for _ in range(count):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / count
+
+
+@dataclass
+class Row:
+    """One line of the CSV."""
+
+    mask: str
+    tokens: int
+    provider: str
+    direction: str
+    ms: float
+    tflops: float
+    error: float
+    hq: int = HQ
+    hk: int = HK
+    d: int = D
+    dtype: str = "bfloat16"
+    gpu: str = ""
+    torch: str = torch.__version__
+    triton: str = ""
+    keel: str = keel.__version__
+
+
+def measure(problem: Problem, attends: dict[str, Attend], rounds: int) -> list[Row]:
+    qkv = inputs(problem.tokens, HQ, HK)
+    dout = torch.randn_like(qkv[0])
+    expected = run(attends["keel"], qkv, dout)
+    errors = {n: worst_error(run(a, qkv, dout), expected) for n, a in attends.items()}
+    times: dict[tuple[str, str], list[float]] = {}
+    for _ in range(rounds):
+        for name in random.sample(list(attends), len(attends)):
+            attend = attends[name]
+            with torch.no_grad():
+                times.setdefault((name, "forward"), []).append(time_calls(lambda: attend(*qkv)))
+            if name == "keel without max":
+                continue
+            train = time_calls(lambda: attend(*qkv))
+            both = time_calls(lambda: run(attend, qkv, dout))
+            times.setdefault((name, "backward"), []).append(both - train)
+    rows = []
+    for (name, direction), samples in times.items():
+        ms = statistics.median(samples)
+        flops = (4 if direction == "forward" else 10) * problem.mask.area() * HQ * D
+        rows.append(
+            Row(problem.name, problem.tokens, name, direction, ms, flops / ms / 1e9, errors[name])
+        )
+    return rows
+
+
+def gemm_ceiling() -> float:
+    """TFLOP/s of an 8192^3 bf16 product of random matrices: what the chip gives on a good day."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / statistics.median(time_calls(lambda: a @ b) for _ in range(7)) / 1e9
+
+
+def print_ratios(rows: list[Row], ceiling: float) -> None:
+    by = {(r.mask, r.tokens, r.provider, r.direction): r for r in rows}
+    for row in rows:
+        if row.provider != "keel":
+            continue
+        line = f"{row.tokens:6d} {row.mask:8s} {row.direction:8s} keel {row.tflops:5.0f} TFLOP/s"
+        line += f" ({row.tflops / ceiling:4.0%} of GEMM)"
+        for name in ("flex", "cudnn", "fa3", "keel without max"):
+            peer = by.get((row.mask, row.tokens, name, row.direction))
+            if peer is None:
+                continue
+            right = peer.error < 0.05
+            line += f" | {name} " + (
+                f"{peer.tflops:5.0f}, keel {peer.ms / row.ms:.3f}x" if right else "WRONG RESULT"
+            )
+        print(line)
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lengths = sorted({r.tokens for r in rows})
+    names = [n for n in ("keel", "flex", "cudnn", "fa3") if any(r.provider == n for r in rows)]
+    kinds = list(dict.fromkeys(r.mask for r in rows))
+    figure, axes = plt.subplots(
+        len(lengths), 2, figsize=(12, 3.2 * len(lengths)), squeeze=False, sharey="col"
+    )
+    for line, tokens in enumerate(lengths):
+        for column, direction in enumerate(("forward", "backward")):
+            axis = axes[line][column]
+            for n, name in enumerate(names):
+                found = {
+                    r.mask: r.tflops
+                    for r in rows
+                    if (r.tokens, r.direction, r.provider) == (tokens, direction, name)
+                }
+                place = [
+                    kinds.index(m) + (n - len(names) / 2 + 0.5) * 0.8 / len(names) for m in found
+                ]
+                axis.bar(place, list(found.values()), 0.8 / len(names), label=name)
+            axis.set_xticks(range(len(kinds)), kinds)
+            axis.set_title(f"{direction}, {tokens} tokens")
+            axis.set_ylabel("TFLOP/s")
+            axis.grid(axis="y", alpha=0.3)
+    axes[0][0].legend()
+    figure.suptitle(f"{HQ}:{HK} heads, d {D}, bf16, {rows[0].gpu}, torch {rows[0].torch}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seqlens", type=int, nargs="+", default=[8192, 16384])
+    parser.add_argument("--peers", type=Path, help="folder with fa3_peer.py and fa3.so")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", nargs="+", help="providers to run besides keel")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA GPU; `make demo` runs everywhere")
+    torch.manual_seed(0)
+    providers: dict[str, Callable[[Problem], Attend | None]] = {
+        "keel": keel_with_max,
+        "keel without max": keel_without_max,
+        "flex": flex,
+        "cudnn": cudnn,
+        "fa3": lambda problem: flash3(problem, args.peers),
+    }
+    if args.only:
+        providers = {n: p for n, p in providers.items() if n == "keel" or n in args.only}
+    error = check_against_oracle(keel_with_max)
+    print(f"keel against fp64 on 640 tokens: largest relative error {error:.1e}", flush=True)
+    if error > 0.02:
+        raise SystemExit("Keel's result is wrong: nothing is timed")
+
+    import triton
+
+    ceiling = gemm_ceiling()
+    print(f"GEMM ceiling {ceiling:.0f} TFLOP/s", flush=True)
+    rows: list[Row] = []
+    for tokens in args.seqlens:
+        for problem in problems(tokens):
+            attends = {n: a for n, p in providers.items() if (a := p(problem)) is not None}
+            fresh = measure(problem, attends, args.rounds)
+            for row in fresh:
+                row.gpu, row.triton = torch.cuda.get_device_name(), triton.__version__
+            print_ratios(fresh, ceiling)
+            sys.stdout.flush()
+            rows += fresh
+    args.out.mkdir(parents=True, exist_ok=True)
+    with open(args.out / "attention.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(asdict(rows[0])))
+        writer.writeheader()
+        writer.writerows(
+            {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in asdict(r).items()}
+            for r in rows
+        )
+    plot(rows, args.out / "attention.png")
+
+
+if __name__ == "__main__":
+    main()

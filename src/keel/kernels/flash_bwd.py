@@ -1,0 +1,642 @@
+"""Portable Triton backward: dk and dv by k tile, dq (and the bias gradient) by q tile.
+
+Both kernels recompute probabilities from lse, each owns what it writes, so gradients are
+deterministic; the one exception, a bias that is broadcast, is added up with atomics unless
+`deterministic` asks for a fixed order. Row vectors (lse in log2 units, delta) are stored head-major.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from keel.kernels.flash_common import (
+    LOG2E,
+    SIZES,
+    TileConfig,
+    add_bias,
+    can_use_tma,
+    compute_capability,
+    descriptor,
+    device_plan,
+    fitted,
+    grid_and_counter,
+    has_small_smem,
+    keys_per_row,
+    launch,
+    load_tile,
+    padded,
+    score_arguments,
+    section_heads,
+    store_rows,
+    tanh,
+)
+from keel.masks import AttnMask
+from keel.meta import Scoring
+
+# fmt: off
+# Device code keeps its long argument lists in rows; the launchers below pass them by name.
+
+
+@triton.jit(do_not_specialize=["tq", "num_heads"])
+def row_terms_kernel(
+    OUT, DOUT, LSE, DLSE, LSE2, DELTA, tq, num_heads,
+    stride_ot, stride_oh, stride_dot, stride_doh, stride_dlt, stride_dlh,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):
+    """delta = rowsum(dout * out) - dlse; lse in log2 units with +inf for rows that see nothing."""
+    first = tl.program_id(0) * BM
+    i = first + tl.arange(0, BM)
+    head = tl.program_id(1).to(tl.int64)
+    out = load_tile(
+        OUT, first, head * stride_oh, stride_ot, tq, BM, DV, BLOCK_DV, True, False)
+    dout = load_tile(
+        DOUT, first, head * stride_doh, stride_dot, tq, BM, DV, BLOCK_DV, True, False)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    row = i.to(tl.int64)
+    if HAS_DLSE:
+        delta -= tl.load(DLSE + row * stride_dlt + head * stride_dlh, mask=i < tq, other=0.0)
+    lse = tl.load(LSE + row * num_heads + head, mask=i < tq, other=float("-inf"))
+    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    tl.store(DELTA + head * tq + row, delta, mask=i < tq)
+    tl.store(LSE2 + head * tq + row, lse2, mask=i < tq)
+
+
+@triton.jit
+def _probability(
+    s, i, j, keep, lse2, position, slope, BIAS, stride_bi, stride_bj, scale, softcap, tq, tk,
+    MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """(p, d capped / d raw) from raw products; all index tensors broadcast to the shape of s."""
+    scale2 = scale * LOG2E
+    bend = 1.0
+    if HAS_BIAS or HAS_ALIBI or HAS_SOFTCAP:
+        s = add_bias(s * scale, i, j, position, slope,
+                     BIAS, stride_bi, stride_bj, tq, tk, HAS_BIAS, HAS_ALIBI)
+        if HAS_SOFTCAP:
+            t = tanh(s / softcap)
+            s = softcap * t
+            bend = 1.0 - t * t
+        scale2 = LOG2E
+    if MASKED:
+        s = tl.where(keep, s, float("-inf"))
+    return tl.exp2(s * scale2 - lse2), bend
+
+
+@triton.jit
+def _visit_q(
+    dk, dv, k, v, j, qt, lo, hi, slope, q_column, dout_column,
+    Q, DOUT, LSE2, DELTA, BIAS, OFFSET, stride_qt, stride_dot, stride_bi, stride_bj,
+    scale, softcap, tq, tk,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """One block of dk, dv; scores are transposed, (BN, BM), so that p and ds feed the products."""
+    i = qt * BM + tl.arange(0, BM)
+    q = load_tile(Q, qt * BM, q_column, stride_qt, tq, BM, D, BLOCK_D, MASKED, TMA)
+    if MASKED:
+        lse2 = tl.load(LSE2 + i, mask=i < tq, other=float("inf"))
+        delta = tl.load(DELTA + i, mask=i < tq, other=0.0)
+    else:
+        lse2 = tl.load(LSE2 + i)
+        delta = tl.load(DELTA + i)
+    position = i
+    if HAS_ALIBI:
+        if HAS_OFFSET:
+            position = i + tl.load(OFFSET + i, mask=i < tq, other=0)
+        else:
+            position = i + (tk - tq)
+    # Row vectors lie along columns here, many registers each. Accumulators that start at -lse and
+    # -delta let them die before the products, and issuing both products first keeps p short-lived:
+    # without this the loop spills.
+    if HAS_BIAS or HAS_ALIBI or HAS_SOFTCAP:
+        s = tl.dot(k, q.T, input_precision=PRECISION)
+    else:
+        minus_lse = tl.broadcast_to((lse2 * (-1.0 / (scale * LOG2E)))[None, :], (BN, BM))
+        s = tl.dot(k, q.T, minus_lse, input_precision=PRECISION)
+        lse2 = tl.zeros_like(lse2)
+    dout = load_tile(
+        DOUT, qt * BM, dout_column, stride_dot, tq, BM, DV, BLOCK_DV, MASKED, TMA)
+    minus_delta = tl.broadcast_to(-delta[None, :], (BN, BM))
+    dp = tl.dot(v, dout.T, minus_delta, input_precision=PRECISION)
+    keep = (j[:, None] >= lo[None, :]) & (j[:, None] < hi[None, :])
+    p, bend = _probability(
+        s, i[None, :], j[:, None], keep, lse2[None, :], position[None, :], slope,
+        BIAS, stride_bi, stride_bj, scale, softcap, tq, tk,
+        MASKED, HAS_BIAS, HAS_ALIBI, HAS_SOFTCAP)
+    dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+    ds = p * dp
+    if HAS_SOFTCAP:
+        ds *= bend
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _dkdv_tile(
+    work, Q, K, V, DOUT, LSE2, DELTA, DK, DVAL, BIAS, SLOPES, OFFSET,
+    ORDER, PTR, SPLIT, RUNS, SET_BASE, ROW_LO, ROW_HI,
+    scale, softcap, tq, tk, num_tiles, section, group,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
+    stride_dkt, stride_dkh, stride_dvt, stride_dvh, stride_bh, stride_bi, stride_bj,
+    D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):
+    in_section = work % (num_tiles * section)
+    kv_head = ((work // (num_tiles * section)) * section + in_section % section).to(tl.int64)
+    tile = tl.load(ORDER + in_section // section)
+    first, split, last = tl.load(PTR + tile), tl.load(SPLIT + tile), tl.load(PTR + tile + 1)
+    j = tile * BN + tl.arange(0, BN)
+    k = load_tile(
+        K, tile * BN, kv_head * stride_kh, stride_kt, tk, BN, D, BLOCK_D, True, False)
+    v = load_tile(
+        V, tile * BN, kv_head * stride_vh, stride_vt, tk, BN, DV, BLOCK_DV, True, False)
+    dk = tl.zeros([BN, BLOCK_D], tl.float32)
+    dv = tl.zeros([BN, BLOCK_DV], tl.float32)
+    # The query heads of the group are summed here, in order: no atomics, no second pass.
+    for g in range(group):
+        head = kv_head * group + g
+        slope = 0.0
+        if HAS_ALIBI:
+            slope = tl.load(SLOPES + head)
+        if TMA:
+            q_column, dout_column = (head * D).to(tl.int32), (head * DV).to(tl.int32)
+        else:
+            q_column, dout_column = head * stride_qh, head * stride_doh
+        lse2_head, delta_head = LSE2 + head * tq, DELTA + head * tq
+        bias_head = BIAS
+        if HAS_BIAS:
+            bias_head = BIAS + head * stride_bh
+        for run in range(first, split):
+            begin, end = tl.load(RUNS + run * 3), tl.load(RUNS + run * 3 + 1)
+            index = tl.load(RUNS + run * 3 + 2)
+            for qt in range(begin, end):
+                rows = (tl.load(SET_BASE + qt) + index).to(tl.int64) * BM + tl.arange(0, BM)
+                lo, hi = tl.load(ROW_LO + rows), tl.load(ROW_HI + rows)
+                dk, dv = _visit_q(
+                    dk, dv, k, v, j, qt, lo, hi, slope, q_column, dout_column,
+                    Q, DOUT, lse2_head, delta_head, bias_head, OFFSET, stride_qt, stride_dot, stride_bi, stride_bj,
+                    scale, softcap, tq, tk, D, DV, BLOCK_D, BLOCK_DV, BM, BN, True,
+                    HAS_BIAS, HAS_ALIBI, HAS_OFFSET, HAS_SOFTCAP, PRECISION, TMA)
+        for run in range(split, last):
+            begin, end = tl.load(RUNS + run * 3), tl.load(RUNS + run * 3 + 1)
+            for qt in range(begin, end):
+                dk, dv = _visit_q(
+                    dk, dv, k, v, j, qt, tl.arange(0, BM), tl.arange(0, BM), slope,
+                    q_column, dout_column,
+                    Q, DOUT, lse2_head, delta_head, bias_head, OFFSET, stride_qt, stride_dot, stride_bi, stride_bj,
+                    scale, softcap, tq, tk, D, DV, BLOCK_D, BLOCK_DV, BM, BN, False,
+                    HAS_BIAS, HAS_ALIBI, HAS_OFFSET, HAS_SOFTCAP, PRECISION, TMA)
+    store_rows(DK + kv_head * stride_dkh, dk * scale, j, stride_dkt, tk, D, BLOCK_D)
+    store_rows(DVAL + kv_head * stride_dvh, dv, j, stride_dvt, tk, DV, BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flash_bwd_dkdv_kernel(
+    Q, K, V, DOUT, LSE2, DELTA, DK, DVAL, BIAS, SLOPES, OFFSET,
+    ORDER, PTR, SPLIT, RUNS, SET_BASE, ROW_LO, ROW_HI, COUNTER,
+    scale, softcap, tq, tk, num_tiles, section, group, num_work,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
+    stride_dkt, stride_dkh, stride_dvt, stride_dvh, stride_bh, stride_bi, stride_bj,
+    D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, PERSISTENT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    if PERSISTENT:
+        work = tl.atomic_add(COUNTER, 1, sem="relaxed")
+        while work < num_work:
+            _dkdv_tile(
+                work, Q, K, V, DOUT, LSE2, DELTA, DK, DVAL, BIAS, SLOPES, OFFSET,
+                ORDER, PTR, SPLIT, RUNS, SET_BASE, ROW_LO, ROW_HI,
+                scale, softcap, tq, tk, num_tiles, section, group,
+                stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
+                stride_dot, stride_doh, stride_dkt, stride_dkh, stride_dvt, stride_dvh,
+                stride_bh, stride_bi, stride_bj, D, DV, BLOCK_D, BLOCK_DV, BM, BN,
+                HAS_BIAS, HAS_ALIBI, HAS_OFFSET, HAS_SOFTCAP, PRECISION, TMA)
+            work = tl.atomic_add(COUNTER, 1, sem="relaxed")
+    else:
+        _dkdv_tile(
+            tl.program_id(0), Q, K, V, DOUT, LSE2, DELTA, DK, DVAL, BIAS, SLOPES, OFFSET,
+            ORDER, PTR, SPLIT, RUNS, SET_BASE, ROW_LO, ROW_HI,
+            scale, softcap, tq, tk, num_tiles, section, group,
+            stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
+            stride_dot, stride_doh, stride_dkt, stride_dkh, stride_dvt, stride_dvh,
+            stride_bh, stride_bi, stride_bj, D, DV, BLOCK_D, BLOCK_DV, BM, BN,
+            HAS_BIAS, HAS_ALIBI, HAS_OFFSET, HAS_SOFTCAP, PRECISION, TMA)
+
+
+@triton.jit
+def _visit_k(
+    dq, q, dout, i, lse2, delta, lo, hi, kt, position, slope, k_column, v_column,
+    K, V, BIAS, DBIAS, stride_kt, stride_vt, stride_bi, stride_bj, stride_dbi, stride_dbj, scale, softcap, tq, tk,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BN: tl.constexpr, MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, WANT_DBIAS: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """One block of dq."""
+    j = kt * BN + tl.arange(0, BN)
+    k = load_tile(K, kt * BN, k_column, stride_kt, tk, BN, D, BLOCK_D, MASKED, TMA)
+    v = load_tile(V, kt * BN, v_column, stride_vt, tk, BN, DV, BLOCK_DV, MASKED, TMA)
+    s = tl.dot(q, k.T, input_precision=PRECISION)
+    keep = (j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None])
+    p, bend = _probability(
+        s, i[:, None], j[None, :], keep, lse2[:, None], position[:, None], slope,
+        BIAS, stride_bi, stride_bj, scale, softcap, tq, tk,
+        MASKED, HAS_BIAS, HAS_ALIBI, HAS_SOFTCAP)
+    dp = tl.dot(dout, v.T, input_precision=PRECISION)
+    ds = p * (dp - delta[:, None])
+    if HAS_SOFTCAP:
+        ds *= bend
+    if WANT_DBIAS:
+        place = i.to(tl.int64)[:, None] * stride_dbi + j.to(tl.int64)[None, :] * stride_dbj
+        inside = (i < tq)[:, None] & (j < tk)[None, :]
+        if MASKED:
+            inside = inside & keep
+        tl.atomic_add(DBIAS + place, ds, mask=inside, sem="relaxed")
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+
+
+@triton.jit
+def _dq_tile(
+    work, Q, K, V, DOUT, LSE2, DELTA, DQ, BIAS, DBIAS, SLOPES, OFFSET,
+    ORDER, PTR, SPLIT, RUNS, ROW_LO, ROW_HI,
+    scale, softcap, tq, tk, num_tiles, section, group,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
+    stride_dqt, stride_dqh, stride_bh, stride_bi, stride_bj, stride_dbh, stride_dbi, stride_dbj,
+    D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, WANT_DBIAS: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    in_section = work % (num_tiles * section)
+    head = ((work // (num_tiles * section)) * section + in_section % section).to(tl.int64)
+    tile = tl.load(ORDER + in_section // section)
+    first, split, last = tl.load(PTR + tile), tl.load(SPLIT + tile), tl.load(PTR + tile + 1)
+    if TMA:
+        k_column, v_column = (head // group * D).to(tl.int32), (head // group * DV).to(tl.int32)
+    else:
+        k_column, v_column = (head // group) * stride_kh, (head // group) * stride_vh
+    if HAS_BIAS:
+        BIAS += head * stride_bh
+    if WANT_DBIAS:
+        DBIAS += head * stride_dbh
+    i = tile * BM + tl.arange(0, BM)
+    q = load_tile(Q, tile * BM, head * stride_qh, stride_qt, tq, BM, D, BLOCK_D, True, False)
+    dout = load_tile(
+        DOUT, tile * BM, head * stride_doh, stride_dot, tq, BM, DV, BLOCK_DV, True, False)
+    lse2 = tl.load(LSE2 + head * tq + i, mask=i < tq, other=float("inf"))
+    delta = tl.load(DELTA + head * tq + i, mask=i < tq, other=0.0)
+    position = i
+    slope = 0.0
+    if HAS_ALIBI:
+        slope = tl.load(SLOPES + head)
+        if HAS_OFFSET:
+            position = i + tl.load(OFFSET + i, mask=i < tq, other=0)
+        else:
+            position = i + (tk - tq)
+    dq = tl.zeros([BM, BLOCK_D], tl.float32)
+    for run in range(first, split):
+        begin, end = tl.load(RUNS + run * 3), tl.load(RUNS + run * 3 + 1)
+        rows = tl.load(RUNS + run * 3 + 2).to(tl.int64) * BM + tl.arange(0, BM)
+        lo, hi = tl.load(ROW_LO + rows), tl.load(ROW_HI + rows)
+        for kt in range(begin, end):
+            dq = _visit_k(
+                dq, q, dout, i, lse2, delta, lo, hi, kt, position, slope, k_column, v_column,
+                K, V, BIAS, DBIAS, stride_kt, stride_vt, stride_bi, stride_bj, stride_dbi, stride_dbj,
+                scale, softcap, tq, tk, D, DV, BLOCK_D, BLOCK_DV, BN, True,
+                HAS_BIAS, HAS_ALIBI, HAS_SOFTCAP, WANT_DBIAS, PRECISION, TMA)
+    for run in range(split, last):
+        begin, end = tl.load(RUNS + run * 3), tl.load(RUNS + run * 3 + 1)
+        for kt in range(begin, end):
+            dq = _visit_k(
+                dq, q, dout, i, lse2, delta, i, i, kt, position, slope, k_column, v_column,
+                K, V, BIAS, DBIAS, stride_kt, stride_vt, stride_bi, stride_bj, stride_dbi, stride_dbj,
+                scale, softcap, tq, tk, D, DV, BLOCK_D, BLOCK_DV, BN, False,
+                HAS_BIAS, HAS_ALIBI, HAS_SOFTCAP, WANT_DBIAS, PRECISION, TMA)
+    store_rows(DQ + head * stride_dqh, dq * scale, i, stride_dqt, tq, D, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flash_bwd_dq_kernel(
+    Q, K, V, DOUT, LSE2, DELTA, DQ, BIAS, DBIAS, SLOPES, OFFSET,
+    ORDER, PTR, SPLIT, RUNS, ROW_LO, ROW_HI, COUNTER,
+    scale, softcap, tq, tk, num_tiles, section, group, num_work,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
+    stride_dqt, stride_dqh, stride_bh, stride_bi, stride_bj, stride_dbh, stride_dbi, stride_dbj,
+    D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, WANT_DBIAS: tl.constexpr, PERSISTENT: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
+):
+    if PERSISTENT:
+        work = tl.atomic_add(COUNTER, 1, sem="relaxed")
+        while work < num_work:
+            _dq_tile(
+                work, Q, K, V, DOUT, LSE2, DELTA, DQ, BIAS, DBIAS, SLOPES, OFFSET,
+                ORDER, PTR, SPLIT, RUNS, ROW_LO, ROW_HI,
+                scale, softcap, tq, tk, num_tiles, section, group,
+                stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
+                stride_dot, stride_doh, stride_dqt, stride_dqh,
+                stride_bh, stride_bi, stride_bj, stride_dbh, stride_dbi, stride_dbj,
+                D, DV, BLOCK_D, BLOCK_DV, BM, BN,
+                HAS_BIAS, HAS_ALIBI, HAS_OFFSET, HAS_SOFTCAP, WANT_DBIAS, PRECISION, TMA)
+            work = tl.atomic_add(COUNTER, 1, sem="relaxed")
+    else:
+        _dq_tile(
+            tl.program_id(0), Q, K, V, DOUT, LSE2, DELTA, DQ, BIAS, DBIAS, SLOPES, OFFSET,
+            ORDER, PTR, SPLIT, RUNS, ROW_LO, ROW_HI,
+            scale, softcap, tq, tk, num_tiles, section, group,
+            stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
+            stride_dot, stride_doh, stride_dqt, stride_dqh,
+            stride_bh, stride_bi, stride_bj, stride_dbh, stride_dbi, stride_dbj,
+            D, DV, BLOCK_D, BLOCK_DV, BM, BN,
+            HAS_BIAS, HAS_ALIBI, HAS_OFFSET, HAS_SOFTCAP, WANT_DBIAS, PRECISION, TMA)
+
+
+# fmt: on
+
+
+def choose_configs(
+    capability: tuple[int, int], block_d: int, dtype: torch.dtype, width: float
+) -> tuple[TileConfig, TileConfig]:
+    """(tiles of dk/dv, tiles of dq), measured on sm_90 as in the forward."""
+    tma, small_smem = capability >= (9, 0), has_small_smem(capability)
+    if dtype == torch.float32:
+        rows = 16 if small_smem and block_d > 128 else 32
+        both = TileConfig(rows, rows, 4, 1)
+        return both, both
+    dkdv_narrow, dq_narrow = width < 768, width < 2048
+    if block_d <= 64:
+        return (
+            TileConfig(32 if dkdv_narrow else 64, 64, 4, 3, tma),
+            TileConfig(64, 64, 4, 2, tma) if dq_narrow else TileConfig(128, 64, 8, 3, tma),
+        )
+    if block_d <= 128 and small_smem:
+        return TileConfig(32, 64, 4, 2, tma), TileConfig(64, 32, 4, 2, tma)
+    if block_d <= 128:
+        return (
+            TileConfig(32, 64, 4, 3, tma) if dkdv_narrow else TileConfig(64, 64, 4, 2, tma),
+            TileConfig(64, 64, 4, 2, tma) if dq_narrow else TileConfig(128, 64, 8, 3, tma),
+        )
+    if small_smem:
+        return TileConfig(32, 32, 4, 1, tma), TileConfig(32, 32, 4, 1, tma)
+    return TileConfig(32, 32, 4, 2, tma), TileConfig(128 if tma else 64, 32, 8, 2, tma)
+
+
+def row_terms(
+    out: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(lse2, delta), both (hq, tq) fp32."""
+    tq, hq, dv = out.shape
+    lse2 = torch.empty(hq, tq, dtype=torch.float32, device=out.device)
+    delta = torch.empty_like(lse2)
+    if tq == 0:
+        return lse2, delta
+    constants = {"DV": dv, "BLOCK_DV": padded(dv), "BM": 64, "HAS_DLSE": dlse is not None}
+    launch(
+        "row_terms",
+        (out.dtype, *constants.values()),
+        lambda: row_terms_kernel[(triton.cdiv(tq, 64), hq)](
+            OUT=out,
+            DOUT=dout,
+            LSE=lse,
+            DLSE=dlse,
+            LSE2=lse2,
+            DELTA=delta,
+            tq=tq,
+            num_heads=hq,
+            stride_ot=out.stride(0),
+            stride_oh=out.stride(1),
+            stride_dot=dout.stride(0),
+            stride_doh=dout.stride(1),
+            stride_dlt=0 if dlse is None else dlse.stride(0),
+            stride_dlh=0 if dlse is None else dlse.stride(1),
+            **constants,
+        ),
+    )
+    return lse2, delta
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse2: torch.Tensor,
+    delta: torch.Tensor,
+    mask: AttnMask,
+    scoring: Scoring,
+    *,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    dbias: torch.Tensor | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    configs: tuple[TileConfig, TileConfig] | None = None,
+) -> None:
+    """Fills dq, dk, dv, and adds to dbias (fp32, in the shape of the bias). The scale is > 0."""
+    (tq, hq, d), (tk, hk, dim_v) = q.shape, v.shape
+    if configs is None:
+        width = keys_per_row(mask, scoring)
+        capability = compute_capability(q.device)
+        configs = choose_configs(capability, max(padded(d), padded(dim_v)), q.dtype, width)
+        configs = tuple(fitted(c, scoring.bias is not None) for c in configs)
+    dkdv_config, dq_config = configs
+    if dbias is not None and deterministic and dbias.shape != (hq, tq, tk):
+        _add_dbias_in_order(dbias, dout, q, k, v, lse2, delta, mask, scoring, dq_config, sm_margin)
+        dbias = None
+    shared = _shared_arguments(dout, q, k, v, lse2, delta, scoring)
+    _launch_dkdv(shared, dk, dv, mask, dkdv_config, sm_margin)
+    _launch_dq(shared, dq, dbias, mask, dq_config, sm_margin)
+
+
+def _shared_arguments(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse2: torch.Tensor,
+    delta: torch.Tensor,
+    scoring: Scoring,
+) -> dict[str, Any]:
+    """What both backward kernels take."""
+    (tq, hq, d), (tk, hk, dv) = q.shape, v.shape
+    pointers, numbers, flags = score_arguments(scoring, q, tk)
+    return {
+        **{"Q": q, "K": k, "V": v, "DOUT": dout, "LSE2": lse2, "DELTA": delta},
+        **{"tq": tq, "tk": tk, **pointers, **numbers, **flags},
+        **{"stride_qt": q.stride(0), "stride_qh": q.stride(1)},
+        **{"stride_kt": k.stride(0), "stride_kh": k.stride(1)},
+        **{"stride_vt": v.stride(0), "stride_vh": v.stride(1)},
+        **{"stride_dot": dout.stride(0), "stride_doh": dout.stride(1)},
+        **{"group": hq // hk, "D": d, "DV": dv, "BLOCK_D": padded(d), "BLOCK_DV": padded(dv)},
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+    }
+
+
+def _variant(shared: dict[str, Any], config: TileConfig, *more: Any) -> tuple[Any, ...]:
+    """What makes a compiled variant its own."""
+    constants = tuple(
+        x for name, x in shared.items() if name.isupper() and not isinstance(x, torch.Tensor)
+    )
+    return (shared["Q"].dtype, config, constants, *more)
+
+
+def _streamed(
+    shared: dict[str, Any], names: tuple[str, str], tma: bool, block_rows: int
+) -> dict[str, Any]:
+    """Descriptors in place of the tensors that the inner loop reads; empty without TMA."""
+    tensors = [shared[name] for name in names]
+    if not tma or tensors[0].shape[0] == 0 or not can_use_tma(*tensors):
+        return {}
+    return {name: descriptor(x, block_rows) for name, x in zip(names, tensors, strict=True)}
+
+
+def _launch_dkdv(
+    shared: dict[str, Any],
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    mask: AttnMask,
+    config: TileConfig,
+    sm_margin: int,
+) -> None:
+    plan, arrays = device_plan(mask, config.block_m, config.block_n, dk.device)
+    hk, group = dk.shape[1], shared["group"]
+    row_bytes = (shared["D"] + shared["DV"]) * dk.element_size()
+    section = section_heads(hk, hk, plan.tq * group * row_bytes, plan.k_work, dk.device)
+    num_work = plan.num_k_tiles * hk
+    if num_work == 0:
+        return
+    grid, counter = grid_and_counter(num_work, sm_margin, dk.device)
+    streamed = _streamed(shared, ("Q", "DOUT"), config.tma, config.block_m)
+    launch(
+        "flash_bwd_dkdv",
+        _variant(shared, config, counter is None, bool(streamed)),
+        lambda: flash_bwd_dkdv_kernel[(grid,)](
+            **{**shared, **streamed},
+            TMA=bool(streamed),
+            DK=dk,
+            DVAL=dv,
+            ORDER=arrays["k_order"],
+            PTR=arrays["k_ptr"],
+            SPLIT=arrays["k_split"],
+            RUNS=arrays["k_runs"],
+            SET_BASE=arrays["set_base"],
+            ROW_LO=arrays["row_lo"],
+            ROW_HI=arrays["row_hi"],
+            COUNTER=counter,
+            num_tiles=plan.num_k_tiles,
+            section=section,
+            num_work=num_work,
+            stride_dkt=dk.stride(0),
+            stride_dkh=dk.stride(1),
+            stride_dvt=dv.stride(0),
+            stride_dvh=dv.stride(1),
+            BM=config.block_m,
+            BN=config.block_n,
+            PERSISTENT=counter is not None,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        ),
+    )
+
+
+def _launch_dq(
+    shared: dict[str, Any],
+    dq: torch.Tensor,
+    dbias: torch.Tensor | None,
+    mask: AttnMask,
+    config: TileConfig,
+    sm_margin: int,
+) -> None:
+    plan, arrays = device_plan(mask, config.block_m, config.block_n, dq.device)
+    hq = dq.shape[1]
+    row_bytes = (shared["D"] + shared["DV"]) * dq.element_size()
+    section = section_heads(hq, hq // shared["group"], plan.tk * row_bytes, plan.q_work, dq.device)
+    num_work = plan.num_q_tiles * hq
+    if num_work == 0:
+        return
+    grid, counter = grid_and_counter(num_work, sm_margin, dq.device)
+    strides = (0, 0, 0) if dbias is None else dbias.expand(hq, plan.tq, plan.tk).stride()
+    streamed = _streamed(shared, ("K", "V"), config.tma, config.block_n)
+    launch(
+        "flash_bwd_dq",
+        _variant(shared, config, counter is None, dbias is None, bool(streamed)),
+        lambda: flash_bwd_dq_kernel[(grid,)](
+            **{**shared, **streamed},
+            TMA=bool(streamed),
+            DQ=dq,
+            DBIAS=dbias,
+            ORDER=arrays["q_order"],
+            PTR=arrays["q_ptr"],
+            SPLIT=arrays["q_split"],
+            RUNS=arrays["q_runs"],
+            ROW_LO=arrays["row_lo"],
+            ROW_HI=arrays["row_hi"],
+            COUNTER=counter,
+            num_tiles=plan.num_q_tiles,
+            section=section,
+            num_work=num_work,
+            stride_dqt=dq.stride(0),
+            stride_dqh=dq.stride(1),
+            stride_dbh=strides[0],
+            stride_dbi=strides[1],
+            stride_dbj=strides[2],
+            BM=config.block_m,
+            BN=config.block_n,
+            WANT_DBIAS=dbias is not None,
+            PERSISTENT=counter is not None,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        ),
+    )
+
+
+def _add_dbias_in_order(
+    dbias: torch.Tensor,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse2: torch.Tensor,
+    delta: torch.Tensor,
+    mask: AttnMask,
+    scoring: Scoring,
+    config: TileConfig,
+    sm_margin: int,
+) -> None:
+    """A broadcast bias without atomics: one head at a time into (1, tq, tk), then a plain sum."""
+    assert scoring.bias is not None
+    (tq, hq, _), (tk, hk, _) = q.shape, v.shape
+    bias = scoring.bias.expand(hq, -1, -1)
+    head_dbias = dbias.expand(hq, -1, -1)
+    scratch = torch.empty_like(q[:, :1])
+    for head in range(hq):
+        one, kv = slice(head, head + 1), slice(head * hk // hq, head * hk // hq + 1)
+        slopes = scoring.alibi_slopes
+        part = replace(
+            scoring, bias=bias[one], alibi_slopes=None if slopes is None else slopes[one]
+        )
+        shared = _shared_arguments(
+            dout[:, one], q[:, one], k[:, kv], v[:, kv], lse2[one], delta[one], part
+        )
+        dlogits = torch.zeros(1, tq, tk, dtype=torch.float32, device=q.device)
+        _launch_dq(shared, scratch, dlogits, mask, config, sm_margin)
+        over = [dim for dim in (1, 2) if dbias.shape[dim] == 1]
+        head_dbias[one].add_(dlogits.sum(over, keepdim=True) if over else dlogits)

@@ -1,0 +1,294 @@
+"""What the portable Triton kernels share: score arithmetic, atomic maximum, plans on a device.
+
+Names in kernels: i over rows (queries), j over columns (keys); `2` marks log2 units; capitals are
+compile-time constants and pointers.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from keel.masks import AttnMask
+from keel.meta import Scoring
+from keel.tiling import TilePlan, TileWork, plan_tiles
+
+logger = logging.getLogger("keel")
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+SIZES = ["tq", "tk", "num_tiles", "section", "num_heads", "group", "num_work"]
+"""Kernel arguments that change with the data: one compiled variant serves all their values."""
+
+
+@triton.jit
+def tanh(x):
+    # exp overflows to inf for large x, which gives the right limit 1.
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+
+
+# fmt: off
+@triton.jit
+def load_tile(
+    SOURCE, first, column, stride, limit,
+    N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Rows first..first+N of one head, (N, BLOCK_D); zeros beyond `limit` rows and D columns.
+
+    SOURCE is a pointer, or with TMA a descriptor of (tokens, heads * D); `column` is the offset
+    of the head in either.
+    """
+    if TMA:
+        return SOURCE.load([first, column])
+    else:
+        row = first + tl.arange(0, N)
+        d = tl.arange(0, BLOCK_D)
+        pointers = SOURCE + column + row.to(tl.int64)[:, None] * stride + d[None, :]
+        if MASKED and D != BLOCK_D:
+            return tl.load(pointers, mask=(row < limit)[:, None] & (d < D)[None, :], other=0.0)
+        elif MASKED:
+            return tl.load(pointers, mask=(row < limit)[:, None], other=0.0)
+        elif D != BLOCK_D:
+            return tl.load(pointers, mask=(d < D)[None, :], other=0.0)
+        else:
+            return tl.load(pointers)
+# fmt: on
+
+
+@triton.jit
+def store_rows(BASE, value, row, stride, limit, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)
+    pointers = BASE + row.to(tl.int64)[:, None] * stride + d[None, :]
+    keep = (row < limit)[:, None] & (d < D)[None, :]
+    tl.store(pointers, value.to(BASE.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def add_bias(
+    s,
+    i,
+    j,
+    position,
+    slope,
+    BIAS,
+    stride_bi,
+    stride_bj,
+    tq,
+    tk,
+    HAS_BIAS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+):
+    """Adds bias and ALiBi to scaled scores; i, j and position broadcast to the shape of s."""
+    if HAS_BIAS:
+        place = i.to(tl.int64) * stride_bi + j.to(tl.int64) * stride_bj
+        s += tl.load(BIAS + place, mask=(i < tq) & (j < tk), other=0.0).to(tl.float32)
+    if HAS_ALIBI:
+        s -= slope * tl.abs(position - j).to(tl.float32)
+    return s
+
+
+@triton.jit
+def atomic_max_float(POINTER, value):
+    """POINTER is int32 and holds float bits. Order-free and exact; a NaN stays for good."""
+    value = value + 0.0  # -0.0 would order below every negative number
+    bits = value.to(tl.int32, bitcast=True)
+    if value < 0:
+        unsigned = POINTER.to(tl.pointer_type(tl.uint32), bitcast=True)
+        tl.atomic_min(unsigned, bits.to(tl.uint32, bitcast=True), sem="relaxed")
+    else:
+        # Positive floats order like their bits, and the bits of a NaN lie above infinity.
+        tl.atomic_max(POINTER, bits, sem="relaxed")
+
+
+def score_arguments(
+    scoring: Scoring, q: torch.Tensor, tk: int
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, bool]]:
+    """Kernel arguments for the score: (pointers, numbers, compile-time flags)."""
+    bias = scoring.bias
+    strides = (0, 0, 0)
+    if bias is not None:
+        strides = bias.expand(q.shape[1], q.shape[0], tk).stride()
+    pointers = {"BIAS": bias, "SLOPES": scoring.alibi_slopes, "OFFSET": scoring.alibi_offset}
+    numbers = {
+        **{"scale": scoring.scale, "softcap": scoring.softcap},
+        **dict(zip(("stride_bh", "stride_bi", "stride_bj"), strides, strict=True)),
+    }
+    flags = {
+        "HAS_BIAS": bias is not None,
+        "HAS_ALIBI": scoring.alibi_slopes is not None,
+        "HAS_OFFSET": scoring.alibi_offset is not None,
+        "HAS_SOFTCAP": scoring.softcap > 0,
+    }
+    return pointers, numbers, flags
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """Shape of one kernel's tiles, how many warps and stages work on them, and how they load."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+    """Stream tiles with the tensor memory accelerator where shapes and strides allow."""
+
+
+def padded(dim: int) -> int:
+    """Block width for a head dim: tensor cores want powers of two from 16 on."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def can_use_tma(*tensors: torch.Tensor) -> bool:
+    """Whether (tokens, heads, dim) tensors are matrices (tokens, heads * dim) in TMA's terms."""
+    return all(
+        x.stride(1) == x.shape[2] == padded(x.shape[2])
+        and x.stride(0) * x.element_size() % 16 == 0
+        and x.stride(0) >= x.shape[1] * x.shape[2]
+        and x.data_ptr() % 16 == 0
+        for x in tensors
+    )
+
+
+def descriptor(x: torch.Tensor, block_rows: int) -> Any:
+    """Rows of one head at a time, as a TMA descriptor."""
+    tokens, heads, dim = x.shape
+    return TensorDescriptor(x, [tokens, heads * dim], [x.stride(0), 1], [block_rows, dim])
+
+
+_device_plans: weakref.WeakKeyDictionary[TilePlan, dict[torch.device, dict[str, torch.Tensor]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def device_plan(
+    mask: AttnMask, block_m: int, block_n: int, device: torch.device
+) -> tuple[TilePlan, dict[str, torch.Tensor]]:
+    """The plan and its arrays on the device, copied there once."""
+    plan = plan_tiles(mask, block_m, block_n)
+    on_devices = _device_plans.setdefault(plan, {})
+    if device not in on_devices:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "this mask was never used on this device, and its tile plan cannot be copied "
+                "there during CUDA graph capture: call the attention once before capturing"
+            )
+        buffer, place = plan.pack()
+        packed = torch.from_numpy(buffer).to(device)
+        on_devices[device] = {
+            name: packed[offset : offset + max(length, 1)]
+            for name, (offset, length) in place.items()
+        }
+    return plan, on_devices[device]
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors; the interpreter counts as a GPU with 4."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+
+
+@functools.cache
+def l2_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1 << 22
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+def has_small_smem(capability: tuple[int, int]) -> bool:
+    """Architectures with about 100 KiB of shared memory per SM."""
+    return capability in ((8, 6), (8, 9), (12, 0), (12, 1))
+
+
+def keys_per_row(mask: AttnMask, scoring: Scoring) -> float:
+    """Keys that a query sees on average: what tile sizes are chosen by.
+
+    Bias, ALiBi and softcap need registers and shared memory of their own, which only the small
+    tiles of narrow rows leave free.
+    """
+    plain = scoring.bias is None and scoring.alibi_slopes is None and scoring.softcap == 0
+    return mask.area() / max(mask.tq, 1) if plain else 0.0
+
+
+def fitted(config: TileConfig, has_bias: bool) -> TileConfig:
+    """A stage less where tiles of a bias are buffered beside keys and values."""
+    return replace(config, num_stages=max(1, config.num_stages - 1)) if has_bias else config
+
+
+def section_heads(
+    num_heads: int,
+    num_kv_heads: int,
+    head_bytes: int,
+    tile_work: TileWork,
+    device: torch.device,
+) -> int:
+    """Query heads worked on together, longest tiles first.
+
+    As many as keep what they stream (head_bytes for each key head) in half the L2. But where
+    tiles differ and there are few of them per SM, all heads: a long tile of the last section
+    would otherwise start late and finish alone.
+    """
+    group = num_heads // num_kv_heads
+    uneven = tile_work.longest * tile_work.count > 1.2 * tile_work.total
+    programs = 2 * num_sms(device)  # about two fit on an SM
+    if uneven and tile_work.longest * programs > 0.2 * tile_work.total * num_heads:
+        return num_heads
+    fitting = max(1, (l2_bytes(device) // 2) // max(head_bytes, 1))
+    best = max(n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and n <= fitting)
+    return best * group
+
+
+def grid_and_counter(
+    num_work: int, sm_margin: int, device: torch.device
+) -> tuple[int, torch.Tensor | None]:
+    """One program per work item, in order; with a margin, a persistent grid on fewer SMs.
+
+    The hardware starts programs in order, so without a margin the longest-first list needs no
+    counter. With one, programs draw items from a counter and no more run than SMs are allowed.
+    """
+    if sm_margin == 0:
+        return num_work, None
+    counter = torch.zeros(1, dtype=torch.int32, device=device)
+    return min(num_work, num_sms(device) - sm_margin), counter
+
+
+_compiled: set[Any] = set()
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def launch(name: str, key: Any, run: Callable[[], Any]) -> None:
+    """Runs a kernel; the first use of a variant that had to compile is reported with its time."""
+    if (name, key) in _compiled:
+        run()
+        return
+    began = time.perf_counter()
+    run()
+    seconds = time.perf_counter() - began
+    _compiled.add((name, key))
+    if seconds > 0.4 and not _INTERPRETED:  # from Triton's disk cache it loads much faster
+        logger.warning(
+            "keel compiled %s in %.1f s; it is cached on disk for later processes "
+            "(keel.warmup does this ahead of time)",
+            name,
+            seconds,
+        )

@@ -1,0 +1,224 @@
+"""How results are judged: the tolerance rule, NaN-poisoned memory, one attention against the oracle.
+
+The rule: ``max|x - ref64| <= 2 * max|low - ref64| + atol`` where ref64 is the oracle in fp64 on the
+same inputs and low is plain torch in the input dtype: nobody tunes tolerances by hand. lse and
+max_logits are held to fp32 whatever the input dtype; atol is one rounding step at the largest value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from keel import reference
+from keel.attention import flex_flash_attn_func
+from keel.masks import AttnMask
+from keel.meta import Scoring
+
+FACTOR = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Largest errors of one tensor against the fp64 oracle."""
+
+    name: str
+    error: float
+    error_low: float
+    atol: float
+
+    @property
+    def limit(self) -> float:
+        return FACTOR * self.error_low + self.atol
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.limit  # False for NaN
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: error {self.error:.3e}, allowed {self.limit:.3e} "
+            f"(plain torch {self.error_low:.3e})"
+        )
+
+
+def compare(
+    name: str,
+    got: torch.Tensor,
+    low: torch.Tensor,
+    ref64: torch.Tensor,
+    dtype: torch.dtype,
+) -> Comparison:
+    """Applies the rule; atol is a few rounding steps of `dtype` at the largest |ref64|.
+
+    Infinities must match exactly; a NaN is an infinite error.
+    """
+    if got.shape != ref64.shape:
+        raise ValueError(f"{name}: shape {tuple(got.shape)}, expected {tuple(ref64.shape)}")
+    if ref64.numel() == 0:
+        return Comparison(name, 0.0, 0.0, 0.0)
+    finite = ref64.isfinite()
+    same = torch.equal(torch.where(finite, 0.0, ref64), torch.where(finite, 0.0, got.double()))
+    largest = float(torch.where(finite, ref64, 0.0).abs().max())
+
+    def error(x: torch.Tensor) -> float:
+        difference = torch.where(finite, x.double() - ref64, 0.0).abs()
+        return float("inf") if difference.isnan().any() else float(difference.max())
+
+    # 16-bit results are rounded once. Wider ones add up exp2 and sums in another order than torch.
+    # Gradients cancel to about 0 where a row sees one key: a floor stands for their terms.
+    steps, floor = {torch.float32: (16.0, 1.0), torch.float64: (4096.0, 1.0)}.get(
+        dtype, (1.0, 0.05)
+    )
+    atol = steps * torch.finfo(dtype).eps * max(largest, floor)
+    return Comparison(name, error(got) if same else float("inf"), error(low), atol)
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Within it, torch.empty and its kin return NaNs, so that unwritten outputs show."""
+
+    def poisoned(make: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor: torch.Tensor = make(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in ("empty", "empty_like"):
+            stack.enter_context(mock.patch.object(torch, name, poisoned(getattr(torch, name))))
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One attention problem, drawn from a seed."""
+
+    mask: AttnMask
+    hq: int = 2
+    hk: int = 1
+    d: int = 16
+    dv: int | None = None
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    seed: int = 0
+    scale: float | None = None
+    softcap: float = 0.0
+    sink: bool = False
+    bias_shape: tuple[int, int, int] | None = None
+    """Sizes of the bias, each 1 or full."""
+    alibi: bool = False
+    with_dlse: bool = True
+    """Let lse take part in the loss."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Inputs and gradients of the outputs, the same for the same seed."""
+        random = torch.Generator().manual_seed(self.seed)
+
+        def normal(*shape: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
+            x = torch.randn(*shape, generator=random, dtype=torch.float64)
+            return x.to(dtype).to(self.device)
+
+        (tq, tk), dv = self.mask.shape, self.dv or self.d
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        made = {
+            "q": normal(tq, self.hq, self.d),
+            "k": normal(tk, self.hk, self.d),
+            "v": normal(tk, self.hk, dv),
+            "dout": normal(tq, self.hq, dv),
+            "dlse": normal(tq, self.hq, dtype=wide),
+        }
+        if self.sink:
+            made["sink"] = normal(self.hq, dtype=wide)
+        if self.bias_shape is not None:
+            made["bias"] = normal(*self.bias_shape)
+        if self.alibi:
+            made["alibi_slopes"] = normal(self.hq, dtype=wide).abs() * 0.1
+        return made
+
+
+def run_case(case: Case, *, backend: str, **options: Any) -> dict[str, torch.Tensor]:
+    """out, lse, max_logits and all gradients of one call of the public function."""
+    made = case.tensors()
+    leaves = {n: x.requires_grad_() for n, x in made.items() if n in _LEAVES}
+    extras = {n: made[n] for n in ("sink", "bias", "alibi_slopes") if n in made}
+    out, meta = flex_flash_attn_func(
+        *(made["q"], made["k"], made["v"], case.mask),
+        softmax_scale=case.scale,
+        softcap=case.softcap,
+        return_max_logits=True,
+        backend=backend,
+        **extras,
+        **options,
+    )
+    return _with_gradients(case, made, leaves, out, meta.lse, meta.max_logits)
+
+
+_LEAVES = ("q", "k", "v", "sink", "bias")
+
+
+def _oracle(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The same through the oracle, computed in `dtype`."""
+    made = case.tensors()
+    if dtype == torch.float64:
+        made = {n: x.double() for n, x in made.items()}
+    leaves = {n: x.requires_grad_() for n, x in made.items() if n in _LEAVES}
+    scoring = Scoring(
+        scale=case.d**-0.5 if case.scale is None else case.scale,
+        softcap=case.softcap,
+        sink=made.get("sink"),
+        bias=made.get("bias"),
+        alibi_slopes=made.get("alibi_slopes"),
+    )
+    out, lse, top = reference.attention(
+        made["q"], made["k"], made["v"], case.mask, scoring, dtype=dtype
+    )
+    return _with_gradients(case, made, leaves, out, lse, top)
+
+
+def _with_gradients(
+    case: Case,
+    made: dict[str, torch.Tensor],
+    leaves: dict[str, torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    max_logits: torch.Tensor | None,
+) -> dict[str, torch.Tensor]:
+    loss = (out * made["dout"]).sum()
+    if case.with_dlse:
+        finite = torch.where(lse == -torch.inf, 0.0, lse)
+        loss = loss + (finite * made["dlse"]).sum()
+    loss.backward()
+    assert max_logits is not None
+    results = {"out": out.detach(), "lse": lse.detach(), "max_logits": max_logits}
+    for name, leaf in leaves.items():
+        results[f"d{name}"] = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+    return results
+
+
+def judge(case: Case, got: dict[str, torch.Tensor]) -> list[Comparison]:
+    """Every tensor of a run against the oracle, by the tolerance rule."""
+    ref64, low = _oracle(case, torch.float64), _oracle(case, case.dtype)
+    wide = low if case.dtype == torch.float64 else _oracle(case, torch.float32)
+    exact = torch.float64 if case.dtype == torch.float64 else torch.float32
+    return [
+        compare(name, x, wide[name], ref64[name], exact)
+        if name in ("lse", "max_logits")
+        else compare(name, x, low[name], ref64[name], case.dtype)
+        for name, x in got.items()
+    ]
+
+
+def assert_right(case: Case, *, backend: str, **options: Any) -> None:
+    """Runs a case on poisoned memory and raises with every tensor that breaks the rule."""
+    with poisoned_memory():
+        got = run_case(case, backend=backend, **options)
+    broken = [str(c) for c in judge(case, got) if not c.ok]
+    if broken:
+        raise AssertionError(f"{case} on {backend} {options}:\n  " + "\n  ".join(broken))

@@ -1,0 +1,223 @@
+"""Compiles the Triton kernels for GPUs that need not be there, and reads registers and spills.
+
+Run as a program without TRITON_INTERPRET; prints one JSON line per kernel variant:
+
+    python tests/compile_kernels.py 90 80
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from keel.kernels import flash_bwd, flash_fwd
+from keel.kernels.flash_common import TileConfig, fitted, padded
+
+POINTERS_16 = {"Q", "K", "V", "OUT", "DOUT", "DK", "DVAL", "DQ"}
+POINTERS_32F = {"LSE", "LSE2", "DELTA", "SINK", "SLOPES", "DBIAS", "BIAS", "DLSE"}
+FLOATS = {"scale", "softcap"}
+OPTIONS = {"HAS_BIAS", "HAS_SOFTCAP", "HAS_ALIBI"}
+STREAMED = {  # what a kernel may read through TMA descriptors, and the block of each
+    "flash_fwd_kernel": {"K": ("BN", "D"), "V": ("BN", "DV")},
+    "flash_bwd_dkdv_kernel": {"Q": ("BM", "D"), "DOUT": ("BM", "DV")},
+    "flash_bwd_dq_kernel": {"K": ("BN", "D"), "V": ("BN", "DV")},
+}
+
+
+def compile_variant(
+    kernel: Any, constants: dict[str, Any], config: TileConfig, arch: int, dtype: str = "bf16"
+) -> Any:
+    """The compiled kernel, with strides and pointers marked divisible by 16 as in real calls."""
+    signature, attrs, constexprs = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], constexprs[name] = "constexpr", constants[name]
+            continue
+        if name in STREAMED.get(kernel.__name__, {}) and constants["TMA"]:
+            rows, dim = (constants[x] for x in STREAMED[kernel.__name__][name])
+            signature[name] = f"tensordesc<{dtype}[{rows}, {dim}]>"
+            continue
+        if name in POINTERS_16:
+            signature[name] = f"*{dtype}"
+        elif name in POINTERS_32F:
+            signature[name] = "*fp32"
+        elif name in FLOATS:
+            signature[name] = "fp32"
+        elif name.isupper():
+            signature[name] = "*i32"
+        else:
+            signature[name] = "i32"
+        if name.isupper() or name.startswith("stride"):
+            attrs[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs, attrs)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """Registers per thread, bytes of stack (spills), shared memory."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = {name: int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL")}
+    return {**found, "shared": compiled.metadata.shared}
+
+
+def spills_in_loops(compiled: Any) -> int:
+    """Local loads and stores inside innermost loops that hold matrix products.
+
+    A loop is what lies between a backward branch and its target; innermost, if no other does.
+    """
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        sass = subprocess.run(
+            [tool, "-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    code = [(int(a, 16), op) for a, op in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+([^;]*);", sass)]
+    loops = []
+    for address, op in code:
+        branch = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", op)
+        if branch and int(branch[1], 16) <= address:
+            loops.append((int(branch[1], 16), address))
+    count = 0
+    for begin, end in loops:
+        if any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in loops):
+            continue
+        body = [op for address, op in code if begin <= address <= end]
+        if any("MMA" in op for op in body):
+            count += sum(bool(re.search(r"\b(LDL|STL)\b", op)) for op in body)
+    return count
+
+
+def absent(*names: str) -> dict[str, None]:
+    return dict.fromkeys(names)
+
+
+def variants(arch: int):
+    """What users meet first: plain attention at each head dim, narrow and wide rows; and options."""
+    for d, dv in ((64, 64), (128, 128), (192, 128), (256, 256)):
+        for width in (256, 8192):
+            yield forward_variant(d, dv, arch, width=width, WANT_MAX=True)
+            yield from backward_variants(d, dv, arch, width=width)
+    yield forward_variant(128, 128, arch, HAS_SINK=True, PERSISTENT=True)
+    for option in ("HAS_BIAS", "HAS_SOFTCAP", "HAS_ALIBI"):
+        for d in (128, 256):
+            yield forward_variant(d, d, arch, WANT_MAX=True, **{option: True})
+            yield from backward_variants(d, d, arch, **{option: True})
+
+
+def forward_variant(
+    d: int,
+    dv: int,
+    arch: int,
+    config: TileConfig | None = None,
+    width: float = 8192,
+    **flags: bool,
+):
+    block_d, block_dv = padded(d), padded(dv)
+    if config is None:
+        width = 0 if OPTIONS & flags.keys() else width
+        config = flash_fwd.choose_config(
+            divmod(arch, 10), max(block_d, block_dv), torch.bfloat16, width
+        )
+        config = fitted(config, flags.get("HAS_BIAS", False))
+    on = {
+        name: flags.get(name, False)
+        for name in (
+            *("HAS_SINK", "HAS_BIAS", "HAS_ALIBI", "HAS_OFFSET", "HAS_SOFTCAP"),
+            *("WANT_MAX", "ACCUMULATE", "PERSISTENT"),
+        )
+    }
+    constants = {
+        **{"D": d, "DV": dv, "BLOCK_D": block_d, "BLOCK_DV": block_dv},
+        **{"BM": config.block_m, "BN": config.block_n, "PRECISION": "tf32", **on},
+        "TMA": config.tma and (d, dv) == (block_d, block_dv),
+        **(absent() if on["HAS_BIAS"] else absent("BIAS")),
+        **(absent() if on["HAS_ALIBI"] else absent("SLOPES")),
+        **(absent() if on["HAS_OFFSET"] else absent("OFFSET")),
+        **(absent() if on["HAS_SINK"] else absent("SINK")),
+        **(absent() if on["WANT_MAX"] else absent("MAX_LOGITS")),
+        **(absent() if on["PERSISTENT"] else absent("COUNTER")),
+    }
+    return flash_fwd.flash_fwd_kernel, constants, config
+
+
+def backward_variants(
+    d: int,
+    dv: int,
+    arch: int,
+    configs: tuple[TileConfig, TileConfig] | None = None,
+    width: float = 8192,
+    **flags: bool,
+):
+    block_d, block_dv = padded(d), padded(dv)
+    if configs is None:
+        width = 0 if OPTIONS & flags.keys() else width
+        configs = flash_bwd.choose_configs(
+            divmod(arch, 10), max(block_d, block_dv), torch.bfloat16, width
+        )
+        configs = tuple(fitted(c, flags.get("HAS_BIAS", False)) for c in configs)
+    names = ("HAS_BIAS", "HAS_ALIBI", "HAS_OFFSET", "HAS_SOFTCAP", "PERSISTENT")
+    on = {name: flags.get(name, False) for name in names}
+    for kernel, config in zip(
+        (flash_bwd.flash_bwd_dkdv_kernel, flash_bwd.flash_bwd_dq_kernel), configs, strict=True
+    ):
+        constants = {
+            **{"D": d, "DV": dv, "BLOCK_D": block_d, "BLOCK_DV": block_dv},
+            **{"BM": config.block_m, "BN": config.block_n, "PRECISION": "tf32", **on},
+            "TMA": config.tma and (d, dv) == (block_d, block_dv),
+            **(absent() if on["HAS_BIAS"] else absent("BIAS")),
+            **(absent() if on["HAS_ALIBI"] else absent("SLOPES")),
+            **(absent() if on["HAS_OFFSET"] else absent("OFFSET")),
+            **(absent() if on["PERSISTENT"] else absent("COUNTER")),
+        }
+        if kernel is flash_bwd.flash_bwd_dq_kernel:
+            constants |= {"WANT_DBIAS": False, "DBIAS": None}
+        yield kernel, constants, config
+
+
+def report(kernel: Any, constants: dict[str, Any], config: TileConfig, arch: int) -> None:
+    compiled = compile_variant(kernel, constants, config, arch)
+    flags = [n for n, x in constants.items() if x is True]
+    line = {
+        "kernel": kernel.__name__,
+        "arch": arch,
+        "d": constants["D"],
+        "dv": constants["DV"],
+        "config": list(astuple(config)),
+        "flags": flags,
+        **resources(compiled),
+        "loop_spills": spills_in_loops(compiled),
+    }
+    print(json.dumps(line), flush=True)
+
+
+def main(archs: list[int]) -> None:
+    for arch in archs:
+        done = set()
+        for kernel, constants, config in variants(arch):
+            key = (kernel.__name__, tuple(constants.items()), config)
+            if key not in done:
+                done.add(key)
+                report(kernel, constants, config, arch)
+
+
+if __name__ == "__main__":
+    main([int(a) for a in sys.argv[1:]] or [90, 80])

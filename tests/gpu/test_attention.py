@@ -1,0 +1,196 @@
+"""The Triton kernels on a real GPU, against the fp64 oracle by the tolerance rule."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from keel import flex_flash_attn_func, masks, warmup
+from keel.masks import AttnMask, AttnMaskType, AttnSlice
+from keel.testing import Case, assert_right, run_case
+
+pytestmark = pytest.mark.gpu
+
+DIMS = [(64, None), (128, None), (8, None), (40, None), (96, None), (192, 128), (256, None)]
+
+
+def random_mask(rng: random.Random, limit: int) -> AttnMask:
+    """Unions of all four types and bands: overlaps, empties, tails of 1..17 rows."""
+    tq, tk = (rng.randrange(1, limit) // 16 * 16 + rng.randrange(1, 18) for _ in range(2))
+    slices = []
+    for _ in range(rng.randrange(0, 7)):
+        q0, k0 = rng.randrange(tq), rng.randrange(tk)
+        q, k = (q0, rng.randrange(q0, tq + 1)), (k0, rng.randrange(k0, tk + 1))
+        if rng.random() < 0.7:
+            slices.append(AttnSlice.of_type(q, k, rng.choice(list(AttnMaskType))))
+        else:
+            lo = rng.randrange(-tq, tk)
+            slices.append(AttnSlice(*q, *k, lo=lo, hi=lo + rng.randrange(0, 200)))
+    return AttnMask(slices, tq, tk)
+
+
+def random_case(seed: int) -> tuple[Case, dict]:
+    rng = random.Random(seed)
+    mask = random_mask(rng, rng.choice([64, 300, 700]))
+    d, dv = DIMS[seed % 3] if seed % 2 else rng.choice(DIMS)
+    hk = rng.choice([1, 2])
+    hq = hk * rng.randrange(1, 9)
+    plain = seed % 3 != 0
+    bias = tuple(rng.choice([1, n]) for n in (hq, mask.tq, mask.tk))
+    case = Case(
+        mask=mask,
+        hq=hq,
+        hk=hk,
+        d=d,
+        dv=dv,
+        dtype=torch.bfloat16 if seed % 2 else torch.float16,
+        device="cuda",
+        seed=seed,
+        scale=None if plain else rng.choice([None, 0.3, -0.2, 0.0]),
+        softcap=0.0 if plain else rng.choice([0.0, 5.0]),
+        sink=not plain and rng.random() < 0.5,
+        bias_shape=bias if not plain and rng.random() < 0.4 else None,
+        alibi=not plain and rng.random() < 0.4,
+        with_dlse=rng.random() < 0.5,
+    )
+    return case, {"deterministic": rng.random() < 0.3, "sm_margin": rng.choice([0, 0, 0, 8])}
+
+
+@pytest.mark.parametrize("batch", range(16))
+def test_random_masks(batch):
+    """16 x 20 masks, forward and every gradient, in bf16 and fp16."""
+    for seed in range(batch * 20, batch * 20 + 20):
+        case, options = random_case(seed)
+        assert_right(case, backend="triton", **options)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_fp32(d):
+    mask = masks.documents([0, 50, 51, 300], causal=True)
+    case = Case(mask=mask, hq=4, hk=2, d=d, device="cuda", sink=True)
+    assert_right(case, backend="triton")
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_wide_rows_use_large_tiles_and_stay_right(mask):
+    tokens = 4096 + 77
+    made = {
+        "full": masks.full(300, tokens),
+        "causal": masks.causal(300, tokens),
+        "window": masks.sliding_window(300, tokens, left=3000, right=5, sink_tokens=9),
+    }[mask]
+    assert_right(
+        Case(mask=made, hq=4, hk=1, d=128, dtype=torch.bfloat16, device="cuda"), backend="triton"
+    )
+
+
+def test_gradients_repeat_bitwise():
+    mask = masks.documents([0, 300, 700, 1024], causal=True)
+    case = Case(
+        mask=mask,
+        hq=8,
+        hk=2,
+        d=64,
+        dtype=torch.bfloat16,
+        device="cuda",
+        sink=True,
+        bias_shape=(1, 1024, 1),
+    )
+    first, second = (run_case(case, backend="triton", deterministic=True) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_sm_margin_changes_nothing():
+    case = Case(mask=masks.causal(999), hq=8, hk=2, d=128, dtype=torch.bfloat16, device="cuda")
+    plain = run_case(case, backend="triton")
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    for margin in (1, 32, sms - 1):
+        held = run_case(case, backend="triton", sm_margin=margin)
+        assert all(torch.equal(plain[name], held[name]) for name in plain)
+    with pytest.raises(ValueError, match="sm_margin"):
+        run_case(case, backend="triton", sm_margin=sms)
+
+
+def test_ranges_on_the_device_and_garbage_in_them():
+    q, k, v = torch.randn(3, 256, 4, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    ranges = torch.tensor([[0, 100], [100, 256]], device="cuda", dtype=torch.int32)
+    types = torch.tensor([1, 0], device="cuda", dtype=torch.int32)
+    got, _ = flex_flash_attn_func(q, k, v, ranges, ranges, types)
+    expected, _ = flex_flash_attn_func(q, k, v, ranges.tolist(), ranges.tolist(), [1, 0])
+    assert torch.equal(got, expected)
+    random.seed(0)
+    for _ in range(50):
+        garbage = torch.randint(-(2**31), 2**31 - 1, (2, 2), device="cuda", dtype=torch.int32)
+        with pytest.raises(ValueError, match="slice"):
+            flex_flash_attn_func(q, k, v, garbage, ranges, types)
+    ranges[1, 1] = 300  # written in place: noticed
+    with pytest.raises(ValueError, match="slice 1"):
+        flex_flash_attn_func(q, k, v, ranges, ranges, types)
+    torch.cuda.synchronize()
+
+
+def test_int64_addressing():
+    """Rows beyond 2**31 elements: heads far apart in one large storage."""
+    tokens, heads, dim = 600, 3, 64
+    storage = torch.empty((1 << 31) + (1 << 22), device="cuda", dtype=torch.bfloat16)
+    step = (1 << 30) + 8
+    views = [
+        storage.as_strided((tokens, heads, dim), (dim, step, 1), offset)
+        for offset in (0, 1 << 20, 1 << 21)
+    ]
+    for view in views:
+        view.copy_(torch.randn(tokens, heads, dim, device="cuda"))
+    got, _ = flex_flash_attn_func(*views, masks.causal(tokens), backend="triton")
+    expected, _ = flex_flash_attn_func(
+        *(x.contiguous() for x in views), masks.causal(tokens), backend="triton"
+    )
+    assert torch.equal(got, expected)
+
+
+def test_cuda_graph_capture():
+    q, k, v = torch.randn(3, 512, 4, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    mask = masks.documents([0, 100, 512], causal=True)
+    eager, _ = flex_flash_attn_func(q, k, v, mask, return_max_logits=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, meta = flex_flash_attn_func(q, k, v, mask, return_max_logits=True)
+    q.normal_()
+    graph.replay()
+    fresh, fresh_meta = flex_flash_attn_func(q, k, v, mask, return_max_logits=True)
+    assert torch.equal(out, fresh) and not torch.equal(out, eager)
+    assert torch.equal(meta.max_logits, fresh_meta.max_logits)
+
+
+def test_compiled_training_step():
+    q, k, v = (
+        torch.randn(384, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
+    ranges = torch.tensor([[0, 100], [100, 384]])
+    types = torch.tensor([1, 1])
+
+    def step(q, k, v):
+        out, meta = flex_flash_attn_func(q, k, v, ranges, ranges, types, return_max_logits=True)
+        return out.float().square().sum() + meta.lse.sum(), meta.max_logits
+
+    eager, top = step(q, k, v)
+    grads = torch.autograd.grad(eager, (q, k, v))
+    loss, compiled_top = torch.compile(step, fullgraph=True)(q, k, v)
+    compiled_grads = torch.autograd.grad(loss, (q, k, v))
+    assert torch.equal(top, compiled_top)
+    for a, b in zip(grads, compiled_grads, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+
+
+def test_warmup_compiles_ahead(caplog):
+    warmup(8, 2, 80, dtype=torch.float16)
+    caplog.clear()
+    q, k, v = (
+        torch.randn(200, h, 80, device="cuda", dtype=torch.float16, requires_grad=True)
+        for h in (8, 2, 2)
+    )
+    out, _ = flex_flash_attn_func(q, k, v, masks.causal(200), return_max_logits=True)
+    out.sum().backward()
+    assert "compiled" not in caplog.text

@@ -1,0 +1,46 @@
+"""Kernels compile for GPUs that are not here, fit their shared memory, and do not spill in loops."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHARED_LIMIT = {80: 166_912, 86: 101_376, 90: 232_448}
+
+
+@functools.cache
+def compiled(arch: int) -> list[dict]:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "tests/compile_kernels.py"), str(arch)],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("arch", sorted(SHARED_LIMIT))
+def test_kernels_compile_and_fit(arch):
+    variants = compiled(arch)
+    assert {v["kernel"] for v in variants} == {
+        "flash_fwd_kernel",
+        "flash_bwd_dkdv_kernel",
+        "flash_bwd_dq_kernel",
+    }
+    assert {v["d"] for v in variants} == {64, 128, 192, 256}
+    too_big = [v for v in variants if v["shared"] > SHARED_LIMIT[arch]]
+    assert not too_big, too_big
+    common = [v for v in variants if not {"HAS_BIAS", "HAS_SOFTCAP", "HAS_ALIBI"} & {*v["flags"]}]
+    assert len(common) >= 12
+    spilling = [v for v in common if v["loop_spills"]]
+    assert not spilling, spilling
