@@ -5,7 +5,8 @@
 
 64:8 heads, d 128, bf16, random data, eager calls. Every provider is first checked against the
 fp64 oracle on a small problem and against Keel on the timed one: no ratio is printed for a wrong
-result. Providers take turns within each round; the median over rounds counts. Backward time is
+result. Providers take turns within each round; the median over rounds counts. The cost of max
+logits is measured apart, turn by turn, as eager calls and as CUDA graphs. Backward time is
 (forward + backward) - forward, for all alike. TFLOP/s = 4 * area * hq * d (backward 2.5 times).
 Results go to benchmarks/results/attention.csv and .png.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import random
 import statistics
 import sys
@@ -186,25 +188,43 @@ def worst_error(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """Largest error relative to the largest value, over tensors; infinite for NaN."""
     worst = 0.0
     for x, ref in zip(got, expected, strict=True):
-        error = (x.double() - ref.double()).abs().max() / ref.double().abs().max()
+        ref = ref.detach().double()
+        error = (x.detach().double() - ref).abs().max() / ref.abs().max()
         worst = max(worst, float("inf") if error.isnan() else float(error))
     return worst
 
 
-def time_calls(call: Callable[[], object], budget_ms: float = 25.0) -> float:
-    """Milliseconds per call, over as many calls as fill the budget."""
+def time_calls(call: Callable[[], object], budget_ms: float) -> float:
+    """Milliseconds per call, over as many calls as fill the budget, after a third of it unmeasured.
+
+    The lead-in matters: power and clocks must be those of this call, not of the one before it.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    call()
     start.record()
     call()
     end.record()
     torch.cuda.synchronize()
-    count = max(1, int(budget_ms / max(start.elapsed_time(end), 1e-3)))
+    count = max(3, int(budget_ms / max(start.elapsed_time(end), 1e-3)))
+    for _ in range(count // 3):
+        call()
     start.record()
     for _ in range(count):
         call()
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / count
+
+
+def graphed(call: Callable[[], object], times: int = 10) -> Callable[[], None]:
+    """Ten calls as one CUDA graph: kernel time without the host."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            call()
+    return graph.replay
 
 
 @dataclass
@@ -238,11 +258,10 @@ def measure(problem: Problem, attends: dict[str, Attend], rounds: int) -> list[R
         for name in random.sample(list(attends), len(attends)):
             attend = attends[name]
             with torch.no_grad():
-                times.setdefault((name, "forward"), []).append(time_calls(lambda: attend(*qkv)))
-            if name == "keel without max":
-                continue
-            train = time_calls(lambda: attend(*qkv))
-            both = time_calls(lambda: run(attend, qkv, dout))
+                forward = time_calls(functools.partial(attend, *qkv), 60)
+            train = time_calls(functools.partial(attend, *qkv), 60)
+            both = time_calls(functools.partial(run, attend, qkv, dout), 100)
+            times.setdefault((name, "forward"), []).append(forward)
             times.setdefault((name, "backward"), []).append(both - train)
     rows = []
     for (name, direction), samples in times.items():
@@ -254,10 +273,37 @@ def measure(problem: Problem, attends: dict[str, Attend], rounds: int) -> list[R
     return rows
 
 
+def measure_max_logits(problem: Problem, rounds: int) -> list[Row]:
+    """The forward with and without max logits, turn by turn: eager, and as CUDA graphs."""
+    qkv = [x.detach() for x in inputs(problem.tokens, HQ, HK)]
+    plain, with_max = (make(problem) for make in (keel_without_max, keel_with_max))
+    calls = {"without": lambda: plain(*qkv), "with": lambda: with_max(*qkv)}
+    rows = []
+    for direction, wrap, per in (("forward", lambda c: c, 1), ("forward, graph", graphed, 10)):
+        wrapped = {name: wrap(call) for name, call in calls.items()}
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        for n in range(4 * rounds):
+            for name in list(calls) if n % 2 else reversed(list(calls)):
+                samples[name].append(time_calls(wrapped[name], 15) / per)
+        for name in calls:
+            ms = statistics.median(samples[name])
+            tflops = 4 * problem.mask.area() * HQ * D / ms / 1e9
+            provider = f"keel {name} max logits"
+            rows.append(Row(problem.name, problem.tokens, provider, direction, ms, tflops, 0.0))
+        without, having = rows[-2].ms, rows[-1].ms
+        print(
+            f"{problem.tokens:6d} {problem.mask.num_slices:4d} slices {problem.name:8s} "
+            f"max logits, {direction}: {without:.4f} -> {having:.4f} ms "
+            f"({having / without - 1:+.2%})",
+            flush=True,
+        )
+    return rows
+
+
 def gemm_ceiling() -> float:
     """TFLOP/s of an 8192^3 bf16 product of random matrices: what the chip gives on a good day."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / statistics.median(time_calls(lambda: a @ b) for _ in range(7)) / 1e9
+    return 2 * 8192**3 / statistics.median(time_calls(lambda: a @ b, 60) for _ in range(7)) / 1e9
 
 
 def print_ratios(rows: list[Row], ceiling: float) -> None:
@@ -267,7 +313,7 @@ def print_ratios(rows: list[Row], ceiling: float) -> None:
             continue
         line = f"{row.tokens:6d} {row.mask:8s} {row.direction:8s} keel {row.tflops:5.0f} TFLOP/s"
         line += f" ({row.tflops / ceiling:4.0%} of GEMM)"
-        for name in ("flex", "cudnn", "fa3", "keel without max"):
+        for name in ("flex", "cudnn", "fa3"):
             peer = by.get((row.mask, row.tokens, name, row.direction))
             if peer is None:
                 continue
@@ -318,7 +364,7 @@ def main() -> None:
     parser.add_argument("--seqlens", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--peers", type=Path, help="folder with fa3_peer.py and fa3.so")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", nargs="+", help="providers to run besides keel")
+    parser.add_argument("--only", nargs="*", help="providers to run besides keel")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -326,12 +372,11 @@ def main() -> None:
     torch.manual_seed(0)
     providers: dict[str, Callable[[Problem], Attend | None]] = {
         "keel": keel_with_max,
-        "keel without max": keel_without_max,
         "flex": flex,
         "cudnn": cudnn,
         "fa3": lambda problem: flash3(problem, args.peers),
     }
-    if args.only:
+    if args.only is not None:
         providers = {n: p for n, p in providers.items() if n == "keel" or n in args.only}
     error = check_against_oracle(keel_with_max)
     print(f"keel against fp64 on 640 tokens: largest relative error {error:.1e}", flush=True)
@@ -347,11 +392,12 @@ def main() -> None:
         for problem in problems(tokens):
             attends = {n: a for n, p in providers.items() if (a := p(problem)) is not None}
             fresh = measure(problem, attends, args.rounds)
-            for row in fresh:
+            cost = measure_max_logits(problem, args.rounds)
+            for row in fresh + cost:
                 row.gpu, row.triton = torch.cuda.get_device_name(), triton.__version__
             print_ratios(fresh, ceiling)
             sys.stdout.flush()
-            rows += fresh
+            rows += fresh + cost
     args.out.mkdir(parents=True, exist_ok=True)
     with open(args.out / "attention.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(asdict(rows[0])))

@@ -111,7 +111,7 @@ def absent(*names: str) -> dict[str, None]:
 
 
 def variants(arch: int):
-    """What users meet first: plain attention at each head dim, narrow and wide rows; and options."""
+    """Plain attention at each head dim, with narrow and with wide rows; and each option."""
     for d, dv in ((64, 64), (128, 128), (192, 128), (256, 256)):
         for width in (256, 8192):
             yield forward_variant(d, dv, arch, width=width, WANT_MAX=True)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from keel import masks
+from keel._versions import constant_in_traces
 from keel.checks import check_max_logits_out, check_qkv, check_scoring, check_sm_margin
 from keel.masks import AttnMask
 from keel.masks.inputs import mask_of_tensors, remembered, tensors_of_mask
@@ -125,6 +126,8 @@ def flash_attn_func(
             f"q, k and v disagree: batches {batch}, {k.shape[0]}, {v.shape[0]}, "
             f"key lengths {sk}, {v.shape[1]}"
         )
+    tokens = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    check_qkv(*tokens)
     _refuse(dropout_p, softcap, alibi_slopes)
     window = _window(causal, window_size)
     mask = _batch_tensors(batch, sq, sk, window)
@@ -133,7 +136,7 @@ def flash_attn_func(
         sample = torch.arange(batch, device=q.device, dtype=torch.int32)
         offset = ((sample + 1) * (sk - sq)).repeat_interleave(sq)
     out, meta = _attend(
-        *(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask),
+        *(*tokens, mask),
         Scoring(
             scale=q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale),
             softcap=float(softcap),
@@ -224,8 +227,7 @@ def _attend(
     sm_margin: int = 0,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, AttnForwardMeta]:
-    """The common way of all public calls: check, choose, run, raise the running maximum."""
-    check_qkv(q, k, v)
+    """The common way of all public calls once check_qkv has passed."""
     check_scoring(scoring, q, k.shape[0])
     check_sm_margin(sm_margin, q.device)
     if max_logits_out is not None:
@@ -277,7 +279,7 @@ def _mask_tensors(
     return tensors_of_mask(AttnMask.from_ranges(q_ranges, k_ranges, types, tq, tk))
 
 
-@torch.compiler.assume_constant_result
+@constant_in_traces
 def _constant_slices(q_ranges: RangesLike, k_ranges: RangesLike, types: TypesLike) -> torch.Tensor:
     """The slices of a mask from Python values, which a trace keeps as a constant."""
     return AttnMask.from_ranges(q_ranges, k_ranges, types, MAX_TOKENS, MAX_TOKENS).tensor

@@ -18,6 +18,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from keel import reference
+from keel._versions import constant_in_traces
 from keel.kernels import blocked
 from keel.masks import AttnMask
 from keel.masks.inputs import mask_of_tensors
@@ -50,7 +51,7 @@ torch.library.define(
 )
 
 
-@torch.compiler.assume_constant_result
+@constant_in_traces
 def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     """The backend that will run; an explicit request is honoured or refused, never replaced."""
     if backend not in BACKENDS:
@@ -143,7 +144,10 @@ def _in_its_own_precision(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(run)
     def shielded(*args: Any) -> Any:
-        with torch.autocast(args[0].device.type, enabled=False):
+        device = args[0].device.type
+        if not torch.is_autocast_enabled(device):  # the usual case: save the microseconds
+            return run(*args)
+        with torch.autocast(device, enabled=False):
             return run(*args)
 
     return shielded

@@ -40,7 +40,7 @@ class TileWork(NamedTuple):
 
     longest: float
     total: float
-    count: int
+    tiles: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,14 +148,30 @@ def plan_tiles(mask: AttnMask, block_m: int, block_n: int) -> TilePlan:
         (partial.lane, partial.start, partial.end, set_base[partial.lane] + partial.index),
         (full.lane, full.start, full.end, np.full(len(full.lane), -1)),
     )
-    *full_by_k, _ = _transpose(full, num_q, num_k)
+    full_k, full_first, full_end, _ = _transpose(full, num_q, num_k)
     k_order, k_ptr, k_split, k_runs, k_work = _pack_runs(
-        num_k, _transpose(partial, num_q, num_k), (*full_by_k, np.full(len(full_by_k[0]), -1))
+        num_k,
+        _transpose(partial, num_q, num_k),
+        (full_k, full_first, full_end, np.full(len(full_k), -1)),
     )
     return TilePlan(
-        *(mask.tq, mask.tk, block_m, block_n),
-        *(q_order, q_ptr, q_split, q_runs, k_order, k_ptr, k_split, k_runs),
-        *(set_base.astype(np.int32), row_lo, row_hi, q_work, k_work),
+        tq=mask.tq,
+        tk=mask.tk,
+        block_m=block_m,
+        block_n=block_n,
+        q_order=q_order,
+        q_ptr=q_ptr,
+        q_split=q_split,
+        q_runs=q_runs,
+        k_order=k_order,
+        k_ptr=k_ptr,
+        k_split=k_split,
+        k_runs=k_runs,
+        set_base=set_base.astype(np.int32),
+        row_lo=row_lo,
+        row_hi=row_hi,
+        q_work=q_work,
+        k_work=k_work,
     )
 
 

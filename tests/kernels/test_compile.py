@@ -1,4 +1,4 @@
-"""Kernels compile for GPUs that are not here, fit their shared memory, and do not spill in loops."""
+"""Kernels compile for GPUs that are not here, fit their memory, and do not spill in loops."""
 
 from __future__ import annotations
 

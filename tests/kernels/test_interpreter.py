@@ -12,13 +12,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.strategies import attn_masks
 
 from keel import flex_flash_attn_func, masks, ops
 from keel.masks import AttnMask
 from keel.masks.inputs import tensors_of_mask
 from keel.meta import Scoring
 from keel.testing import Case, assert_right, judge, run_case
-from tests.strategies import attn_masks
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)

@@ -242,10 +242,10 @@ def test_planning_is_fast(count: int, tokens: int, bar: float) -> None:
 
 @pytest.mark.slow
 def test_cache_hits_are_fast() -> None:
-    mask, equal = packed_documents(1_000, 131_072, 0), packed_documents(1_000, 131_072, 0)
-    plan = plan_tiles(mask, 128, 64)
-    for known in (mask, equal):
-        assert plan_tiles(known, 128, 64) is plan
+    mask, equal = (packed_documents(1_000, 131_072, seed=0) for _ in range(2))
+    large = packed_documents(10_000, 1_048_576, seed=0)
+    for first, known in ((mask, mask), (mask, equal), (large, large)):
+        assert plan_tiles(first, 128, 64) is plan_tiles(known, 128, 64)
         best = seconds(lambda _, m=known: m, lambda m: plan_tiles(m, 128, 64), 20e-6)
         assert best <= 20e-6, f"{best * 1e6:.1f} us"
 

@@ -76,7 +76,7 @@ def backward(
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(dq, dk, dv, dbias) in the accumulation dtype; delta = rowsum(dout * out) - dlse, (tq, hq)."""
+    """(dq, dk, dv, dbias) in the working dtype; delta (tq, hq) = rowsum(dout * out) - dlse."""
     walk = _Walk(q, k, v, mask, scoring, block_m, block_n)
     dq, dk, dv = (torch.zeros(x.shape, dtype=walk.dtype, device=x.device) for x in (q, k, v))
     dbias = None

@@ -2,7 +2,7 @@
 
 Both kernels recompute probabilities from lse, each owns what it writes, so gradients are
 deterministic; the one exception, a bias that is broadcast, is added up with atomics unless
-`deterministic` asks for a fixed order. Row vectors (lse in log2 units, delta) are stored head-major.
+`deterministic` asks for a fixed order. Row vectors (lse in log2 units, delta) lie head-major.
 """
 
 from __future__ import annotations
@@ -91,49 +91,47 @@ def _probability(
 
 @triton.jit
 def _visit_q(
-    dk, dv, k, v, j, qt, lo, hi, slope, q_column, dout_column,
-    Q, DOUT, LSE2, DELTA, BIAS, OFFSET, stride_qt, stride_dot, stride_bi, stride_bj,
+    dk, dv, k, v, j, qt, index, slope, q_column, dout_column,
+    Q, DOUT, LSE2, DELTA, BIAS, OFFSET, SET_BASE, ROW_LO, ROW_HI,
+    stride_qt, stride_dot, stride_bi, stride_bj,
     scale, softcap, tq, tk,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    BM: tl.constexpr, MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_OFFSET: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """One block of dk, dv; scores are transposed, (BN, BM), so that p and ds feed the products."""
     i = qt * BM + tl.arange(0, BM)
     q = load_tile(Q, qt * BM, q_column, stride_qt, tq, BM, D, BLOCK_D, MASKED, TMA)
+    s = tl.dot(k, q.T, input_precision=PRECISION)
+    # Row vectors lie along columns here, many registers each: they are read where they are used.
+    keep = True
     if MASKED:
+        rows = (tl.load(SET_BASE + qt) + index).to(tl.int64) * BM + tl.arange(0, BM)
+        lo, hi = tl.load(ROW_LO + rows), tl.load(ROW_HI + rows)
+        keep = (j[:, None] >= lo[None, :]) & (j[:, None] < hi[None, :])
         lse2 = tl.load(LSE2 + i, mask=i < tq, other=float("inf"))
-        delta = tl.load(DELTA + i, mask=i < tq, other=0.0)
     else:
         lse2 = tl.load(LSE2 + i)
-        delta = tl.load(DELTA + i)
     position = i
     if HAS_ALIBI:
         if HAS_OFFSET:
             position = i + tl.load(OFFSET + i, mask=i < tq, other=0)
         else:
             position = i + (tk - tq)
-    # Row vectors lie along columns here, many registers each. Accumulators that start at -lse and
-    # -delta let them die before the products, and issuing both products first keeps p short-lived:
-    # without this the loop spills.
-    if HAS_BIAS or HAS_ALIBI or HAS_SOFTCAP:
-        s = tl.dot(k, q.T, input_precision=PRECISION)
-    else:
-        minus_lse = tl.broadcast_to((lse2 * (-1.0 / (scale * LOG2E)))[None, :], (BN, BM))
-        s = tl.dot(k, q.T, minus_lse, input_precision=PRECISION)
-        lse2 = tl.zeros_like(lse2)
-    dout = load_tile(
-        DOUT, qt * BM, dout_column, stride_dot, tq, BM, DV, BLOCK_DV, MASKED, TMA)
-    minus_delta = tl.broadcast_to(-delta[None, :], (BN, BM))
-    dp = tl.dot(v, dout.T, minus_delta, input_precision=PRECISION)
-    keep = (j[:, None] >= lo[None, :]) & (j[:, None] < hi[None, :])
     p, bend = _probability(
         s, i[None, :], j[:, None], keep, lse2[None, :], position[None, :], slope,
         BIAS, stride_bi, stride_bj, scale, softcap, tq, tk,
         MASKED, HAS_BIAS, HAS_ALIBI, HAS_SOFTCAP)
+    dout = load_tile(
+        DOUT, qt * BM, dout_column, stride_dot, tq, BM, DV, BLOCK_DV, MASKED, TMA)
     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-    ds = p * dp
+    dp = tl.dot(v, dout.T, input_precision=PRECISION)
+    if MASKED:
+        delta = tl.load(DELTA + i, mask=i < tq, other=0.0)
+    else:
+        delta = tl.load(DELTA + i)
+    ds = p * (dp - delta[None, :])
     if HAS_SOFTCAP:
         ds *= bend
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
@@ -181,21 +179,20 @@ def _dkdv_tile(
             begin, end = tl.load(RUNS + run * 3), tl.load(RUNS + run * 3 + 1)
             index = tl.load(RUNS + run * 3 + 2)
             for qt in range(begin, end):
-                rows = (tl.load(SET_BASE + qt) + index).to(tl.int64) * BM + tl.arange(0, BM)
-                lo, hi = tl.load(ROW_LO + rows), tl.load(ROW_HI + rows)
                 dk, dv = _visit_q(
-                    dk, dv, k, v, j, qt, lo, hi, slope, q_column, dout_column,
-                    Q, DOUT, lse2_head, delta_head, bias_head, OFFSET, stride_qt, stride_dot, stride_bi, stride_bj,
-                    scale, softcap, tq, tk, D, DV, BLOCK_D, BLOCK_DV, BM, BN, True,
+                    dk, dv, k, v, j, qt, index, slope, q_column, dout_column,
+                    Q, DOUT, lse2_head, delta_head, bias_head, OFFSET,
+                    SET_BASE, ROW_LO, ROW_HI, stride_qt, stride_dot, stride_bi, stride_bj,
+                    scale, softcap, tq, tk, D, DV, BLOCK_D, BLOCK_DV, BM, True,
                     HAS_BIAS, HAS_ALIBI, HAS_OFFSET, HAS_SOFTCAP, PRECISION, TMA)
         for run in range(split, last):
             begin, end = tl.load(RUNS + run * 3), tl.load(RUNS + run * 3 + 1)
             for qt in range(begin, end):
                 dk, dv = _visit_q(
-                    dk, dv, k, v, j, qt, tl.arange(0, BM), tl.arange(0, BM), slope,
-                    q_column, dout_column,
-                    Q, DOUT, lse2_head, delta_head, bias_head, OFFSET, stride_qt, stride_dot, stride_bi, stride_bj,
-                    scale, softcap, tq, tk, D, DV, BLOCK_D, BLOCK_DV, BM, BN, False,
+                    dk, dv, k, v, j, qt, 0, slope, q_column, dout_column,
+                    Q, DOUT, lse2_head, delta_head, bias_head, OFFSET,
+                    SET_BASE, ROW_LO, ROW_HI, stride_qt, stride_dot, stride_bi, stride_bj,
+                    scale, softcap, tq, tk, D, DV, BLOCK_D, BLOCK_DV, BM, False,
                     HAS_BIAS, HAS_ALIBI, HAS_OFFSET, HAS_SOFTCAP, PRECISION, TMA)
     store_rows(DK + kv_head * stride_dkh, dk * scale, j, stride_dkt, tk, D, BLOCK_D)
     store_rows(DVAL + kv_head * stride_dvh, dv, j, stride_dvt, tk, DV, BLOCK_DV)
@@ -240,7 +237,8 @@ def flash_bwd_dkdv_kernel(
 @triton.jit
 def _visit_k(
     dq, q, dout, i, lse2, delta, lo, hi, kt, position, slope, k_column, v_column,
-    K, V, BIAS, DBIAS, stride_kt, stride_vt, stride_bi, stride_bj, stride_dbi, stride_dbj, scale, softcap, tq, tk,
+    K, V, BIAS, DBIAS, stride_kt, stride_vt, stride_bi, stride_bj, stride_dbi, stride_dbj,
+    scale, softcap, tq, tk,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BN: tl.constexpr, MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, WANT_DBIAS: tl.constexpr, PRECISION: tl.constexpr,
@@ -316,7 +314,8 @@ def _dq_tile(
         for kt in range(begin, end):
             dq = _visit_k(
                 dq, q, dout, i, lse2, delta, lo, hi, kt, position, slope, k_column, v_column,
-                K, V, BIAS, DBIAS, stride_kt, stride_vt, stride_bi, stride_bj, stride_dbi, stride_dbj,
+                K, V, BIAS, DBIAS, stride_kt, stride_vt,
+                stride_bi, stride_bj, stride_dbi, stride_dbj,
                 scale, softcap, tq, tk, D, DV, BLOCK_D, BLOCK_DV, BN, True,
                 HAS_BIAS, HAS_ALIBI, HAS_SOFTCAP, WANT_DBIAS, PRECISION, TMA)
     for run in range(split, last):
@@ -324,7 +323,8 @@ def _dq_tile(
         for kt in range(begin, end):
             dq = _visit_k(
                 dq, q, dout, i, lse2, delta, i, i, kt, position, slope, k_column, v_column,
-                K, V, BIAS, DBIAS, stride_kt, stride_vt, stride_bi, stride_bj, stride_dbi, stride_dbj,
+                K, V, BIAS, DBIAS, stride_kt, stride_vt,
+                stride_bi, stride_bj, stride_dbi, stride_dbj,
                 scale, softcap, tq, tk, D, DV, BLOCK_D, BLOCK_DV, BN, False,
                 HAS_BIAS, HAS_ALIBI, HAS_SOFTCAP, WANT_DBIAS, PRECISION, TMA)
     store_rows(DQ + head * stride_dqh, dq * scale, i, stride_dqt, tq, D, BLOCK_D)
@@ -451,12 +451,13 @@ def backward(
     configs: tuple[TileConfig, TileConfig] | None = None,
 ) -> None:
     """Fills dq, dk, dv, and adds to dbias (fp32, in the shape of the bias). The scale is > 0."""
-    (tq, hq, d), (tk, hk, dim_v) = q.shape, v.shape
+    (tq, hq, d), (tk, _, dim_v) = q.shape, v.shape
     if configs is None:
         width = keys_per_row(mask, scoring)
         capability = compute_capability(q.device)
         configs = choose_configs(capability, max(padded(d), padded(dim_v)), q.dtype, width)
-        configs = tuple(fitted(c, scoring.bias is not None) for c in configs)
+        has_bias = scoring.bias is not None
+        configs = fitted(configs[0], has_bias), fitted(configs[1], has_bias)
     dkdv_config, dq_config = configs
     if dbias is not None and deterministic and dbias.shape != (hq, tq, tk):
         _add_dbias_in_order(dbias, dout, q, k, v, lse2, delta, mask, scoring, dq_config, sm_margin)

@@ -118,7 +118,7 @@ def score_arguments(
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, bool]]:
     """Kernel arguments for the score: (pointers, numbers, compile-time flags)."""
     bias = scoring.bias
-    strides = (0, 0, 0)
+    strides: tuple[int, ...] = (0, 0, 0)
     if bias is not None:
         strides = bias.expand(q.shape[1], q.shape[0], tk).stride()
     pointers = {"BIAS": bias, "SLOPES": scoring.alibi_slopes, "OFFSET": scoring.alibi_offset}
@@ -249,7 +249,7 @@ def section_heads(
     would otherwise start late and finish alone.
     """
     group = num_heads // num_kv_heads
-    uneven = tile_work.longest * tile_work.count > 1.2 * tile_work.total
+    uneven = tile_work.longest * tile_work.tiles > 1.2 * tile_work.total
     programs = 2 * num_sms(device)  # about two fit on an SM
     if uneven and tile_work.longest * programs > 0.2 * tile_work.total * num_heads:
         return num_heads

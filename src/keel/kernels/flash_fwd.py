@@ -202,7 +202,8 @@ def flash_fwd_kernel(
             _tile(
                 work, Q, K, V, OUT, LSE, MAX_LOGITS, SINK, BIAS, SLOPES, OFFSET,
                 ORDER, PTR, SPLIT, RUNS, ROW_LO, ROW_HI, scale, softcap, tq, tk,
-                num_tiles, section, num_heads, group, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
+                num_tiles, section, num_heads, group,
+                stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
                 stride_ot, stride_oh, stride_bh, stride_bi, stride_bj,
                 D, DV, BLOCK_D, BLOCK_DV, BM, BN, HAS_SINK, HAS_BIAS, HAS_ALIBI,
                 HAS_OFFSET, HAS_SOFTCAP, WANT_MAX, ACCUMULATE, PRECISION, TMA)
@@ -211,7 +212,8 @@ def flash_fwd_kernel(
         _tile(
             tl.program_id(0), Q, K, V, OUT, LSE, MAX_LOGITS, SINK, BIAS, SLOPES, OFFSET,
             ORDER, PTR, SPLIT, RUNS, ROW_LO, ROW_HI, scale, softcap, tq, tk,
-            num_tiles, section, num_heads, group, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
+            num_tiles, section, num_heads, group,
+            stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
             stride_ot, stride_oh, stride_bh, stride_bi, stride_bj,
             D, DV, BLOCK_D, BLOCK_DV, BM, BN, HAS_SINK, HAS_BIAS, HAS_ALIBI,
             HAS_OFFSET, HAS_SOFTCAP, WANT_MAX, ACCUMULATE, PRECISION, TMA)

@@ -30,7 +30,9 @@ def mask_of_tensors(tensors: Sequence[torch.Tensor], tq: int, tk: int) -> AttnMa
         return remembered(tensors, ("slices", tq, tk), lambda: _mask_of_slices(tensors[0], tq, tk))
     if len(tensors) == 3:
         return remembered(
-            tensors, ("ranges", tq, tk), lambda: AttnMask.from_ranges(*tensors, tq, tk)
+            tensors,
+            ("ranges", tq, tk),
+            lambda: AttnMask.from_ranges(tensors[0], tensors[1], tensors[2], tq, tk),
         )
     raise ValueError(f"a mask is 1 tensor of slices or 3 of ranges and types, got {len(tensors)}")
 
