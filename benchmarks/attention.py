@@ -33,6 +33,7 @@ from keel.meta import Scoring
 
 HQ, HK, D = 64, 8, 128
 WINDOW = 1024
+KINDS = ("full", "causal", "vfull", "vcausal", "swa")
 RESULTS = Path(__file__).parent / "results"
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(tokens, heads, d) q, k, v -> out of the same layout, differentiable."""
@@ -332,7 +333,7 @@ def plot(rows: list[Row], path: Path) -> None:
 
     lengths = sorted({r.tokens for r in rows})
     names = [n for n in ("keel", "flex", "cudnn", "fa3") if any(r.provider == n for r in rows)]
-    kinds = list(dict.fromkeys(r.mask for r in rows))
+    kinds = list(KINDS)
     figure, axes = plt.subplots(
         len(lengths), 2, figsize=(12, 3.2 * len(lengths)), squeeze=False, sharey="col"
     )
@@ -353,10 +354,31 @@ def plot(rows: list[Row], path: Path) -> None:
             axis.set_title(f"{direction}, {tokens} tokens")
             axis.set_ylabel("TFLOP/s")
             axis.grid(axis="y", alpha=0.3)
-    axes[0][0].legend()
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="upper right", ncols=len(names))
     figure.suptitle(f"{HQ}:{HK} heads, d {D}, bf16, {rows[0].gpu}, torch {rows[0].torch}")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+
+
+def table(path: Path) -> str:
+    """The CSV as a Markdown table, forward / backward: what the README shows."""
+    with open(path, newline="") as file:
+        found = {
+            (int(r["tokens"]), r["mask"], r["provider"], r["direction"]): float(r["tflops"])
+            for r in csv.DictReader(file)
+        }
+    lines = [
+        "| tokens | mask | Keel | FlexAttention | cuDNN | FlashAttention-3 |",
+        "|" + "---|" * 6,
+    ]
+    for tokens, mask in sorted({key[:2] for key in found}, key=lambda k: (k[0], KINDS.index(k[1]))):
+        cells = []
+        for name in ("keel", "flex", "cudnn", "fa3"):
+            both = [found.get((tokens, mask, name, d)) for d in ("forward", "backward")]
+            cells.append(" / ".join("–" if x is None else f"{x:.0f}" for x in both))
+        if cells[1] != "– / –":
+            lines.append(f"| {tokens} | {mask} | {' | '.join(cells)} |".replace("– / –", "–"))
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -366,7 +388,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="*", help="providers to run besides keel")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true", help="print the last results and stop")
     args = parser.parse_args()
+    if args.table:
+        print(table(args.out / "attention.csv"))
+        return
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU; `make demo` runs everywhere")
     torch.manual_seed(0)

@@ -149,6 +149,7 @@ def forward_variant(
         **{"D": d, "DV": dv, "BLOCK_D": block_d, "BLOCK_DV": block_dv},
         **{"BM": config.block_m, "BN": config.block_n, "PRECISION": "tf32", **on},
         "TMA": config.tma and (d, dv) == (block_d, block_dv),
+        "PTX": True,
         **(absent() if on["HAS_BIAS"] else absent("BIAS")),
         **(absent() if on["HAS_ALIBI"] else absent("SLOPES")),
         **(absent() if on["HAS_OFFSET"] else absent("OFFSET")),

@@ -194,3 +194,22 @@ def test_warmup_compiles_ahead(caplog):
     out, _ = flex_flash_attn_func(q, k, v, masks.causal(200), return_max_logits=True)
     out.sum().backward()
     assert "compiled" not in caplog.text
+
+
+def test_maxima_of_many_calls_are_their_own():
+    """Many calls on two streams, in and out of inference mode, kept side by side."""
+    q, k, v = torch.randn(3, 200, 4, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    mask = masks.causal(200)
+    tops = []
+    side = torch.cuda.Stream()
+    for n in range(150):
+        with torch.cuda.stream(side if n % 3 == 0 else torch.cuda.current_stream()):
+            side.wait_stream(torch.cuda.default_stream())
+            with torch.inference_mode(n % 5 == 0):
+                _, meta = flex_flash_attn_func(q * (150 - n), k, v, mask, return_max_logits=True)
+            tops.append(meta.max_logits)
+    torch.cuda.synchronize()
+    expected = tops[-1]
+    for n, top in enumerate(tops):
+        # A later, smaller maximum that kept an earlier one would be far off.
+        torch.testing.assert_close(top, expected * (150 - n), rtol=2e-2, atol=0)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from keel.kernels.flash_common import (
+    HAS_PTX,
     LN2,
     LOG2E,
     SIZES,
@@ -93,7 +94,7 @@ def _tile(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_SINK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_OFFSET: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WANT_MAX: tl.constexpr,
-    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr,
 ):
     # Heads in sections that share the L2; inside a section, longest tiles first.
     in_section = work % (num_tiles * section)
@@ -149,9 +150,8 @@ def _tile(
         if HAS_SOFTCAP:
             row_top = raw_top
         # Maxima drop NaNs, sums keep them. Rows past the end see nothing: -inf.
-        broken = tl.max((total != total).to(tl.int32), 0)
-        top = tl.where(broken > 0, float("nan"), tl.max(row_top, 0))
-        atomic_max_float(MAX_LOGITS + head, top)
+        row_top = tl.where(total == total, row_top, float("nan"))
+        atomic_max_float(MAX_LOGITS + head, row_top, BM, PTX)
     if HAS_SINK:
         sink2 = tl.load(SINK + head).to(tl.float32) * LOG2E
         new_top2 = tl.maximum(top2, sink2)
@@ -194,7 +194,7 @@ def flash_fwd_kernel(
     HAS_SINK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_OFFSET: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WANT_MAX: tl.constexpr,
     ACCUMULATE: tl.constexpr, PERSISTENT: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, PTX: tl.constexpr,
 ):
     if PERSISTENT:
         work = tl.atomic_add(COUNTER, 1, sem="relaxed")
@@ -206,7 +206,7 @@ def flash_fwd_kernel(
                 stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
                 stride_ot, stride_oh, stride_bh, stride_bi, stride_bj,
                 D, DV, BLOCK_D, BLOCK_DV, BM, BN, HAS_SINK, HAS_BIAS, HAS_ALIBI,
-                HAS_OFFSET, HAS_SOFTCAP, WANT_MAX, ACCUMULATE, PRECISION, TMA)
+                HAS_OFFSET, HAS_SOFTCAP, WANT_MAX, ACCUMULATE, PRECISION, TMA, PTX)
             work = tl.atomic_add(COUNTER, 1, sem="relaxed")
     else:
         _tile(
@@ -216,7 +216,7 @@ def flash_fwd_kernel(
             stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
             stride_ot, stride_oh, stride_bh, stride_bi, stride_bj,
             D, DV, BLOCK_D, BLOCK_DV, BM, BN, HAS_SINK, HAS_BIAS, HAS_ALIBI,
-            HAS_OFFSET, HAS_SOFTCAP, WANT_MAX, ACCUMULATE, PRECISION, TMA)
+            HAS_OFFSET, HAS_SOFTCAP, WANT_MAX, ACCUMULATE, PRECISION, TMA, PTX)
 
 
 # fmt: on
@@ -286,6 +286,7 @@ def forward(
         "PERSISTENT": counter is not None,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "TMA": tma,
+        "PTX": HAS_PTX,
     }
     key = (q.dtype, config, *constants.values())
     launch(
