@@ -389,8 +389,9 @@ def choose_configs(
     if block_d <= 128 and small_smem:
         return TileConfig(32, 64, 4, 2, tma), TileConfig(64, 32, 4, 2, tma)
     if block_d <= 128:
+        wide = tma and not dkdv_narrow  # without TMA's savings the large tile spills
         return (
-            TileConfig(32, 64, 4, 3, tma) if dkdv_narrow else TileConfig(64, 64, 4, 2, tma),
+            TileConfig(64, 64, 4, 2, tma) if wide else TileConfig(32, 64, 4, 3, tma),
             TileConfig(64, 64, 4, 2, tma) if dq_narrow else TileConfig(128, 64, 8, 3, tma),
         )
     if small_smem:
