@@ -426,7 +426,7 @@ def main() -> None:
             rows += fresh + cost
     args.out.mkdir(parents=True, exist_ok=True)
     with open(args.out / "attention.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(asdict(rows[0])))
+        writer = csv.DictWriter(file, list(asdict(rows[0])), lineterminator="\n")
         writer.writeheader()
         writer.writerows(
             {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in asdict(r).items()}
