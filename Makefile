@@ -50,7 +50,7 @@ bench: $(STAMP) ## run the attention benchmark
 
 clean: ## remove .venv, caches and build output
 	@echo "[keel] removing $(VENV), caches and build output"
-	@rm -rf $(VENV) build dist benchmarks/out .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf $(VENV) build dist benchmarks/out keel-demo .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and alone, so that a CPU build at hand is taken and then kept. PIP_CONSTRAINT

@@ -28,6 +28,10 @@ POINTERS_16 = {"Q", "K", "V", "OUT", "DOUT", "DK", "DVAL", "DQ"}
 POINTERS_32F = {"LSE", "LSE2", "DELTA", "SINK", "SLOPES", "DBIAS", "BIAS", "DLSE"}
 FLOATS = {"scale", "softcap"}
 OPTIONS = {"HAS_BIAS", "HAS_SOFTCAP", "HAS_ALIBI"}
+POINTER_OF = {
+    **{"BIAS": "HAS_BIAS", "DBIAS": "WANT_DBIAS", "SLOPES": "HAS_ALIBI", "OFFSET": "HAS_OFFSET"},
+    **{"SINK": "HAS_SINK", "MAX_LOGITS": "WANT_MAX", "COUNTER": "PERSISTENT"},
+}
 STREAMED = {  # what a kernel may read through TMA descriptors, and the block of each
     "flash_fwd_kernel": {"K": ("BN", "D"), "V": ("BN", "DV")},
     "flash_bwd_dkdv_kernel": {"Q": ("BM", "D"), "DOUT": ("BM", "DV")},
@@ -106,7 +110,9 @@ def spills_in_loops(compiled: Any) -> int:
     return count
 
 
-def absent(*names: str) -> dict[str, None]:
+def absent_pointers(kernel: Any, on: dict[str, bool]) -> dict[str, None]:
+    """Pointers whose option is off are None at compile time, as in real calls."""
+    names = (n for n, flag in POINTER_OF.items() if n in kernel.arg_names and not on.get(flag))
     return dict.fromkeys(names)
 
 
@@ -150,13 +156,8 @@ def forward_variant(
         **{"BM": config.block_m, "BN": config.block_n, "PRECISION": "tf32", **on},
         "TMA": config.tma and (d, dv) == (block_d, block_dv),
         "PTX": True,
-        **(absent() if on["HAS_BIAS"] else absent("BIAS")),
-        **(absent() if on["HAS_ALIBI"] else absent("SLOPES")),
-        **(absent() if on["HAS_OFFSET"] else absent("OFFSET")),
-        **(absent() if on["HAS_SINK"] else absent("SINK")),
-        **(absent() if on["WANT_MAX"] else absent("MAX_LOGITS")),
-        **(absent() if on["PERSISTENT"] else absent("COUNTER")),
     }
+    constants |= absent_pointers(flash_fwd.flash_fwd_kernel, on)
     return flash_fwd.flash_fwd_kernel, constants, config
 
 
@@ -184,13 +185,10 @@ def backward_variants(
             **{"D": d, "DV": dv, "BLOCK_D": block_d, "BLOCK_DV": block_dv},
             **{"BM": config.block_m, "BN": config.block_n, "PRECISION": "tf32", **on},
             "TMA": config.tma and (d, dv) == (block_d, block_dv),
-            **(absent() if on["HAS_BIAS"] else absent("BIAS")),
-            **(absent() if on["HAS_ALIBI"] else absent("SLOPES")),
-            **(absent() if on["HAS_OFFSET"] else absent("OFFSET")),
-            **(absent() if on["PERSISTENT"] else absent("COUNTER")),
         }
         if kernel is flash_bwd.flash_bwd_dq_kernel:
-            constants |= {"WANT_DBIAS": False, "DBIAS": None}
+            constants["WANT_DBIAS"] = False
+        constants |= absent_pointers(kernel, on)
         yield kernel, constants, config
 
 

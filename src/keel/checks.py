@@ -42,9 +42,9 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"query heads must be a multiple of key heads, got hq={hq}, hk={hk}")
     for name, dim in (("q and k", d), ("v", dv)):
         if not 0 < dim <= MAX_HEAD_DIM or dim % 8:
+            mend = "; pad the last dim with zeros" if 0 < dim < MAX_HEAD_DIM else ""
             raise ValueError(
-                f"head_dim of {name} must be a multiple of 8 up to {MAX_HEAD_DIM}, got {dim}; "
-                "pad the last dim with zeros"
+                f"head_dim of {name} must be a multiple of 8 up to {MAX_HEAD_DIM}, got {dim}{mend}"
             )
 
 

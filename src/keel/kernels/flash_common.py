@@ -110,7 +110,7 @@ def atomic_max_float(POINTER, value, N: tl.constexpr, PTX: tl.constexpr):
     POINTER is int32 and holds float bits: non-negative floats order like them, negative ones the
     other way, as unsigned integers. Sixteen rows are what one warp holds of a product; each warp
     reduces its own. `tl.atomic_max` would bring the parts together first, with barriers that
-    short tiles feel (5 % at 4k tokens), so on NVIDIA the instruction is written out.
+    short tiles feel, so on NVIDIA the instruction is written out.
     """
     bits = (value + 0.0).to(tl.int32, bitcast=True)  # + 0.0: -0.0 would order below negatives
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of floats, NaN on top
