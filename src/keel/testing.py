@@ -59,7 +59,7 @@ def compare(
 ) -> Comparison:
     """Applies the rule; atol is a few rounding steps of `dtype` at the largest |ref64|.
 
-    `terms`: how many numbers of about 1 were added up for each result, if they may cancel.
+    `terms`: how many numbers of size about 1 were added up for each result and may cancel.
     Infinities must match exactly; a NaN is an infinite error.
     """
     if got.shape != ref64.shape:
@@ -216,15 +216,22 @@ def judge(case: Case, got: dict[str, torch.Tensor]) -> list[Comparison]:
     ref64, low = _oracle(case, torch.float64), _oracle(case, case.dtype)
     wide = low if case.dtype == torch.float64 else _oracle(case, torch.float32)
     exact = torch.float64 if case.dtype == torch.float64 else torch.float32
-    pairs = case.hq * case.mask.tq * case.mask.tk
-    results = []
-    for name, x in got.items():
-        if name in ("lse", "max_logits"):
-            results.append(compare(name, x, wide[name], ref64[name], exact))
-        else:  # gradients of sink and bias are sums over rows, in which each row adds up to about 0
-            terms = pairs // max(x.numel(), 1) if name in ("dsink", "dbias") else 0
-            results.append(compare(name, x, low[name], ref64[name], case.dtype, terms=terms))
-    return results
+    return [
+        compare(name, x, wide[name], ref64[name], exact)
+        if name in ("lse", "max_logits")
+        else compare(name, x, low[name], ref64[name], case.dtype, terms=_rows_summed(case, name))
+        for name, x in got.items()
+    ]
+
+
+def _rows_summed(case: Case, name: str) -> int:
+    """Rows that a gradient of sink or bias adds up; within a row terms add up to about 1."""
+    if name == "dsink":
+        return case.mask.tq
+    if name == "dbias" and case.bias_shape is not None:
+        heads, rows, _ = case.bias_shape
+        return (case.hq if heads == 1 else 1) * (case.mask.tq if rows == 1 else 1)
+    return 0
 
 
 def assert_right(case: Case, *, backend: str, **options: Any) -> None:

@@ -60,3 +60,15 @@ def test_assert_right_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> No
     )
     with pytest.raises(AssertionError, match=r"dv: error .* allowed"):
         assert_right(case, backend="blocked")
+
+
+@pytest.mark.parametrize("bias_shape", [(4, 150, 150), (4, 1, 150), (1, 150, 1), (1, 1, 150)])
+@pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv", "dsink", "dbias"])
+def test_a_tenth_too_much_is_caught(name, bias_shape):
+    """Floors and roundings leave the rule its teeth, for sums over rows as well."""
+    mask = masks.causal(150)
+    case = Case(mask=mask, hq=4, hk=2, d=32, dtype=torch.float16, sink=True, bias_shape=bias_shape)
+    got = run_case(case, backend="blocked")
+    assert all(c.ok for c in judge(case, got))
+    wrong = judge(case, got | {name: got[name] * 1.1})
+    assert [c.name for c in wrong if not c.ok] == [name]
