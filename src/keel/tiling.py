@@ -5,13 +5,14 @@ Plan of a mask for tiles of block_m queries x block_n keys:
 - ``q_runs``: per q tile, runs [start, end) of k tiles, masked ("partial") runs first, then full
   ones. A partial run names the *row set* to mask with: one key interval [lo, hi) per row.
   A row with several intervals in one tile appears in several row sets, which are disjoint.
+  ``ramps`` holds them piece by piece; `draw_row_sets` writes the rows out where they are needed.
 - ``k_runs``: the same blocks transposed, per k tile, for the backward.
 - ``q_order`` / ``k_order``: tiles by falling work, so that the longest start first.
 
 A block is full when every one of its block_m x block_n pairs attends; blocks that hang over the
 end of a tensor are therefore partial, and kernels need no bounds checks on full ones.
 Runs, not blocks, are stored: a plan grows with the slices and tiles, never with tq x tk.
-Everything is numpy on the host; plans are cached by value.
+Planning is numpy on the host; plans are cached by value.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from keel.masks.intervals import Ints, RowIntervals, ragged_arange
+from keel.masks.arrays import Ints, order_by, ragged_arange
+from keel.masks.intervals import RowIntervals
 from keel.masks.mask import AttnMask
 
 Int32s = NDArray[np.int32]
@@ -70,17 +73,17 @@ class TilePlan:
     is set_base[q tile] + r."""
     set_base: Int32s
     """(n,) first row set of each q tile."""
-    row_lo: Int32s
-    """(s, block_m) first key of each row's interval."""
-    row_hi: Int32s
-    """(s, block_m) end of it; lo == hi for rows that see nothing."""
+    num_row_sets: int
+    ramps: Int32s
+    """(r, 7): row set, first row in its tile, rows, lo, step of lo, hi, step of hi: what row sets
+    hold, piece by piece. Rows of no piece see nothing."""
 
     q_work: TileWork
     k_work: TileWork
 
     SECTIONS = (
         *("q_order", "q_ptr", "q_split", "q_runs", "k_order", "k_ptr", "k_split", "k_runs"),
-        *("set_base", "row_lo", "row_hi"),
+        *("set_base", "ramps"),
     )
 
     @property
@@ -105,6 +108,11 @@ class TilePlan:
         runs = self.q_runs[which].astype(np.int64)
         return int((runs[:, 1] - runs[:, 0]).sum())
 
+    @functools.cached_property
+    def row_sets(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`draw_row_sets` of this plan, on the CPU."""
+        return draw_row_sets(torch.from_numpy(self.ramps), self.num_row_sets, self.block_m)
+
     def pack(self) -> tuple[Int32s, dict[str, tuple[int, int]]]:
         """All arrays in one buffer, for one copy to a device, with (offset, length) of each."""
         place: dict[str, tuple[int, int]] = {}
@@ -124,7 +132,7 @@ class TilePlan:
         return (
             f"{self.tq} x {self.tk} in tiles of {self.block_m} x {self.block_n}: "
             f"{self.num_full} full + {self.num_partial} partial of {blocks} blocks, "
-            f"{len(self.q_runs)} runs, {len(self.row_lo)} row sets"
+            f"{len(self.q_runs)} runs, {self.num_row_sets} row sets"
         )
 
 
@@ -135,25 +143,15 @@ def plan_tiles(mask: AttnMask, block_m: int, block_n: int) -> TilePlan:
         raise ValueError(f"block sizes must be positive, got {block_m} x {block_n}")
     num_q, num_k = -(-mask.tq // block_m), -(-mask.tk // block_n)
     pieces = _cut_at_tiles(mask.row_intervals(), block_m)
-    full = _full_runs(pieces, num_k, block_m, block_n)
-    partial = _partial_runs(pieces, full, num_k, block_n)
-
     num_sets = np.zeros(num_q, np.int64)
     np.maximum.at(num_sets, pieces.tile, pieces.index + 1)
     set_base = np.cumsum(num_sets) - num_sets
-    row_lo, row_hi = _row_sets(pieces, set_base, int(num_sets.sum()), block_m)
-
-    q_order, q_ptr, q_split, q_runs, q_work = _pack_runs(
-        num_q,
-        (partial.lane, partial.start, partial.end, set_base[partial.lane] + partial.index),
-        (full.lane, full.start, full.end, np.full(len(full.lane), -1)),
-    )
-    full_k, full_first, full_end, _ = _transpose(full, num_q, num_k)
-    k_order, k_ptr, k_split, k_runs, k_work = _pack_runs(
-        num_k,
-        _transpose(partial, num_q, num_k),
-        (full_k, full_first, full_end, np.full(len(full_k), -1)),
-    )
+    full = _full_runs(pieces, num_k, block_m, block_n)
+    runs = _with_partial(full, pieces, num_sets, num_k, block_n)
+    q_order, q_ptr, q_split, q_work = _index_runs(runs, num_q)
+    row_set = np.where(runs.index < 0, -1, set_base[runs.lane] + runs.index)
+    flipped = _transpose(runs, num_q, num_k)
+    k_order, k_ptr, k_split, k_work = _index_runs(flipped, num_k)
     return TilePlan(
         tq=mask.tq,
         tk=mask.tk,
@@ -162,14 +160,14 @@ def plan_tiles(mask: AttnMask, block_m: int, block_n: int) -> TilePlan:
         q_order=q_order,
         q_ptr=q_ptr,
         q_split=q_split,
-        q_runs=q_runs,
+        q_runs=_columns(runs.start, runs.end, row_set),
         k_order=k_order,
         k_ptr=k_ptr,
         k_split=k_split,
-        k_runs=k_runs,
+        k_runs=_columns(flipped.start, flipped.end, flipped.index),
         set_base=set_base.astype(np.int32),
-        row_lo=row_lo,
-        row_hi=row_hi,
+        num_row_sets=int(num_sets.sum()),
+        ramps=_ramps(pieces, set_base, block_m),
         q_work=q_work,
         k_work=k_work,
     )
@@ -191,7 +189,10 @@ class _Pieces:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """k tiles [start, end) of q tile `lane`, for set number `index`."""
+    """k tiles [start, end) of q tile `lane` for set number `index`, -1 when full; or transposed.
+
+    Sorted by lane, then set, full ones last, then start.
+    """
 
     lane: Ints
     index: Ints
@@ -229,20 +230,28 @@ def _full_runs(pieces: _Pieces, num_k: int, block_m: int, block_n: int) -> _Runs
         num_k,
         need=block_m,
     )
-    return _Runs(lane, np.zeros_like(lane), first, last)
+    return _Runs(lane, np.full(len(lane), -1), first, last)
 
 
-def _partial_runs(pieces: _Pieces, full: _Runs, num_k: int, block_n: int) -> _Runs:
-    """Per (tile, set): the k tiles that pieces touch, less the full ones."""
-    sets = int(pieces.index.max(initial=0)) + 1
-    lane = np.concatenate([pieces.tile * sets + pieces.index, np.repeat(full.lane * sets, sets)])
-    lane[len(pieces.tile) :] += np.tile(np.arange(sets), len(full.lane))
-    start = np.concatenate([pieces.lo_first // block_n, np.repeat(full.start, sets)])
-    end = np.concatenate([-(-pieces.hi_last // block_n), np.repeat(full.end, sets)])
-    weight = np.ones(len(lane), np.int64)
+def _with_partial(full: _Runs, pieces: _Pieces, num_sets: Ints, num_k: int, block_n: int) -> _Runs:
+    """All runs, by (tile, set): the k tiles that pieces touch, less the full ones; full last."""
+    sets = int(num_sets.max(initial=0)) + 1  # one more for the full runs
+    copies = num_sets[full.lane]  # a full block is taken out of every set of its tile
+    full_lane = np.repeat(full.lane * sets, copies) + ragged_arange(copies)
+    weight = np.ones(len(pieces.tile) + len(full_lane), np.int64)
     weight[len(pieces.tile) :] = -(len(pieces.tile) + 1)  # outweighs any number of pieces
-    lane, start, end = _sweep(lane, start, end, weight, num_k)
-    return _Runs(lane // sets, lane % sets, start, end)
+    partial = _sweep(
+        np.concatenate([pieces.tile * sets + pieces.index, full_lane]),
+        np.concatenate([pieces.lo_first // block_n, np.repeat(full.start, copies)]),
+        np.concatenate([-(-pieces.hi_last // block_n), np.repeat(full.end, copies)]),
+        weight,
+        num_k,
+    )
+    rest = ((full.lane + 1) * sets - 1, full.start, full.end)
+    lane, start, end = (np.concatenate(x) for x in zip(partial, rest, strict=True))
+    order = order_by(lane)
+    tile, index = np.divmod(lane[order], sets)
+    return _Runs(tile, np.where(index == sets - 1, -1, index), start[order], end[order])
 
 
 def _sweep(
@@ -252,7 +261,7 @@ def _sweep(
     stride = length + 1
     key = np.concatenate([lane * stride + start, lane * stride + end])
     change = np.concatenate([weight, -weight])
-    order = np.argsort(key, kind="stable")
+    order = order_by(key)
     key = key[order]
     level = np.cumsum(change[order])[:-1]
     inside = (key[1:] > key[:-1]) & (level > 0 if need is None else level == need)
@@ -264,77 +273,98 @@ def _sweep(
     return lane, first - lane * stride, last - lane * stride
 
 
-def _transpose(runs: _Runs, num_q: int, num_k: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """Runs of q tiles per k tile: (k tile, first q tile, end q tile, set number).
+def _transpose(runs: _Runs, num_q: int, num_k: int) -> _Runs:
+    """The same blocks as runs of q tiles per k tile.
 
-    A run begins where a k tile is in q tile t but not in t - 1, and ends where it is not in
-    t + 1. Only those cells are enumerated, so the cost follows the number of resulting runs.
+    A block becomes one integer, its cell: that of the next q tile (same k tile, same set) is the
+    next integer. Few blocks are simply sorted. Where runs are long, only cells where a transposed
+    run begins or ends are made, so that the cost never follows the area of the mask.
     """
-    lane = runs.index * (num_q + 2) + runs.lane + 1  # a gap on both sides of each set
-
-    def edges(neighbour: int) -> tuple[Ints, Ints]:
-        here, start, end = _sweep(
-            np.concatenate([lane, lane + neighbour]),
-            np.tile(runs.start, 2),
-            np.tile(runs.end, 2),
-            np.repeat([1, -2], len(lane)),
-            num_k,
+    sets = int(runs.index.max(initial=-1)) + 2
+    index = np.where(runs.index < 0, sets - 1, runs.index)
+    stride = num_q + 2  # a gap on both sides of each set
+    lane = index * stride + runs.lane + 1
+    if (runs.end - runs.start).sum() <= 4 * len(lane):
+        cell = _cells(lane, runs.start, runs.end, sets * stride)
+        begins = np.diff(cell, prepend=-1) > 1
+        first, last = cell[begins], cell[np.roll(begins, -1)]
+    else:
+        first, last = (
+            _cells(
+                *_sweep(
+                    np.concatenate([lane, lane + neighbour]),
+                    np.tile(runs.start, 2),
+                    np.tile(runs.end, 2),
+                    np.repeat([1, -2], len(lane)),
+                    num_k,
+                ),
+                sets * stride,
+            )
+            for neighbour in (+1, -1)
         )
-        count = end - start
-        return np.repeat(here, count), np.repeat(start, count) + ragged_arange(count)
-
-    (begin_lane, begin_k), (end_lane, end_k) = edges(+1), edges(-1)
-    begin = np.lexsort((begin_lane, begin_k, begin_lane // (num_q + 2)))
-    end = np.lexsort((end_lane, end_k, end_lane // (num_q + 2)))
-    index, first = np.divmod(begin_lane[begin], num_q + 2)
-    return begin_k[begin], first - 1, end_lane[end] % (num_q + 2), index
+    k_tile, first = np.divmod(first, sets * stride)
+    index, first = np.divmod(first, stride)
+    return _Runs(k_tile, np.where(index == sets - 1, -1, index), first - 1, last % stride)
 
 
-def _pack_runs(
-    num_lanes: int,
-    partial: tuple[Ints, Ints, Ints, Ints],
-    full: tuple[Ints, Ints, Ints, Ints],
-) -> tuple[Int32s, Int32s, Int32s, Int32s, TileWork]:
-    """CSR of runs per lane, partial before full, with lanes ordered by falling work."""
-    lane, start, end, row_set = (np.concatenate(x) for x in zip(partial, full, strict=True))
-    is_full = np.arange(len(lane)) >= len(partial[0])
-    order = np.lexsort((start, is_full, lane))
-    count = np.bincount(lane, minlength=num_lanes)
-    ptr = np.concatenate([[0], np.cumsum(count)])
-    split = ptr[:-1] + np.bincount(partial[0], minlength=num_lanes)
-    cost = (end - start) * np.where(is_full, 1.0, PARTIAL_COST)
-    work = np.bincount(lane, weights=cost, minlength=num_lanes)
+def _cells(lane: Ints, start: Ints, end: Ints, stride: int) -> Ints:
+    """Sorted lane + stride * k for every k of [start, end)."""
+    count = end - start
+    cells = np.repeat(lane + stride * start, count) + stride * ragged_arange(count)
+    if cells.max(initial=0) < 1 << 31:  # these have no order to profit from: halve the bytes
+        return np.sort(cells.astype(np.int32))
+    return np.sort(cells)
+
+
+def _index_runs(runs: _Runs, num_lanes: int) -> tuple[Int32s, Int32s, Int32s, TileWork]:
+    """Where the runs of each lane lie: (lanes by falling work, ptr, split, work)."""
+    is_partial = runs.index >= 0
+    ptr = np.concatenate([[0], np.cumsum(np.bincount(runs.lane, minlength=num_lanes))])
+    split = ptr[:-1] + np.bincount(runs.lane[is_partial], minlength=num_lanes)
+    cost = (runs.end - runs.start) * np.where(is_partial, PARTIAL_COST, 1.0)
+    work = np.bincount(runs.lane, weights=cost, minlength=num_lanes)
     longest_first = np.argsort(-work, kind="stable")
-    runs = np.stack([start, end, row_set], 1)[order]
     total = TileWork(float(work.max(initial=0)), float(work.sum()), num_lanes)
-    arrays = (x.astype(np.int32) for x in (longest_first, ptr, split, runs))
+    arrays = (x.astype(np.int32) for x in (longest_first, ptr, split))
     return *arrays, total  # type: ignore[return-value]
 
 
-def _row_sets(
-    pieces: _Pieces, set_base: Ints, num_sets: int, block_m: int
-) -> tuple[Int32s, Int32s]:
-    """Per row set and row of its tile, the interval [lo, hi); 0, 0 where there is none.
+def _columns(*columns: Ints) -> Int32s:
+    """(n, len(columns))"""
+    table = np.empty((len(columns[0]), len(columns)), np.int32)
+    for n, column in enumerate(columns):
+        table[:, n] = column
+    return table
 
-    A piece is a ramp first, first + slope, ..., last between zeros. Its second differences are
-    four numbers, so two running sums over the whole array draw all ramps at once, several times
-    faster than writing them row by row. Sums may wrap around on the way; the results are exact.
+
+def _ramps(pieces: _Pieces, set_base: Ints, block_m: int) -> Int32s:
+    rows = pieces.b - pieces.a
+    steps = np.maximum(rows - 1, 1)
+    return _columns(
+        *(set_base[pieces.tile] + pieces.index, pieces.a - pieces.tile * block_m, rows),
+        *(pieces.lo_first, (pieces.lo_last - pieces.lo_first) // steps),
+        *(pieces.hi_first, (pieces.hi_last - pieces.hi_first) // steps),
+    )
+
+
+def draw_row_sets(
+    ramps: torch.Tensor, num_sets: int, block_m: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(row_lo, row_hi), int32 (num_sets, block_m), from `TilePlan.ramps` on any device.
+
+    Row r of a set sees keys [lo, hi); lo == hi where it sees nothing. A ramp lo, lo + step, ...
+    between zeros has four second differences, so two running sums over the array draw all ramps
+    at once. Sums may wrap around on the way; the results are exact.
     """
-    length = pieces.b - pieces.a
-    place = (set_base[pieces.tile] + pieces.index) * block_m + pieces.a - pieces.tile * block_m
-    end = place + length
-    sets = []
-    for first, last in ((pieces.lo_first, pieces.lo_last), (pieces.hi_first, pieces.hi_last)):
-        slope = (last - first) // np.maximum(length - 1, 1)
-        rows = np.zeros(num_sets * block_m + 2, np.int32)
-        for where, change in (
-            (place, first),
-            (place + 1, slope - first),
-            (end, -last - slope),
-            (end + 1, last),
-        ):
-            rows[where] += change.astype(np.int32)  # pieces are disjoint: no place comes twice
-        np.cumsum(rows, dtype=np.int32, out=rows)
-        np.cumsum(rows, dtype=np.int32, out=rows)
-        sets.append(rows[:-2].reshape(num_sets, block_m))
-    return sets[0], sets[1]
+    row_set, row, rows, lo, lo_step, hi, hi_step = ramps.unbind(1)
+    place = row_set.long() * block_m + row
+    end = place + rows
+    where = torch.cat([place, place + 1, end, end + 1])
+    drawn = []
+    for first, step in ((lo, lo_step), (hi, hi_step)):
+        last = first + step * (rows - 1)
+        change = torch.cat([first, step - first, -last - step, last])
+        differences = change.new_zeros(num_sets * block_m + 2).index_add_(0, where, change)
+        twice = differences.cumsum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        drawn.append(twice[:-2].view(num_sets, block_m))
+    return drawn[0], drawn[1]

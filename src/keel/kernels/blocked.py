@@ -164,10 +164,7 @@ class _Walk:
                     yield cols, None
                     continue
                 key = torch.arange(cols.start, cols.stop, device=self.q.device)
-                lo, hi = (
-                    torch.from_numpy(x[row_set, :num_rows]).to(self.q.device)[:, None]
-                    for x in (plan.row_lo, plan.row_hi)
-                )
+                lo, hi = (x[row_set, :num_rows].to(self.q.device)[:, None] for x in plan.row_sets)
                 yield cols, (key >= lo) & (key < hi)
 
     def logits(

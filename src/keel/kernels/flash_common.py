@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from keel.masks import AttnMask
 from keel.meta import Scoring
-from keel.tiling import TilePlan, TileWork, plan_tiles
+from keel.tiling import TilePlan, TileWork, draw_row_sets, plan_tiles
 
 logger = logging.getLogger("keel")
 
@@ -213,10 +213,15 @@ def device_plan(
             )
         buffer, place = plan.pack()
         packed = torch.from_numpy(buffer).to(device)
-        on_devices[device] = {
+        arrays = {
             name: packed[offset : offset + max(length, 1)]
             for name, (offset, length) in place.items()
         }
+        offset, length = place["ramps"]
+        ramps = packed[offset : offset + length].view(-1, plan.ramps.shape[1])
+        drawn = draw_row_sets(ramps, plan.num_row_sets, plan.block_m)
+        arrays["row_lo"], arrays["row_hi"] = drawn
+        on_devices[device] = arrays
     return plan, on_devices[device]
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from keel.masks.intervals import UNBOUNDED, Ints, ragged_arange, row_intervals, slices_of_rows
+from keel.masks.arrays import Ints, ragged_arange
+from keel.masks.intervals import UNBOUNDED, row_intervals, slices_of_rows
 from keel.masks.mask import AttnMask
 
 if TYPE_CHECKING:

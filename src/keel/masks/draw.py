@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.masks.intervals import UNBOUNDED, Ints, ragged_arange
+from keel.masks.arrays import Ints, ragged_arange
+from keel.masks.intervals import UNBOUNDED
 
 if TYPE_CHECKING:
     from keel.masks.mask import AttnMask

@@ -11,15 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from keel.masks.arrays import Ints, distinct, order_by, ragged_arange
 
 UNBOUNDED = 1 << 40
 """Band limit that no pair of tokens reaches (token counts stay below 2**31)."""
-
-_PACK = 1 << 34
-"""Larger than any difference of bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,30 +72,16 @@ class RowIntervals:
         return row, lo, hi
 
 
-def ragged_arange(lengths: Ints) -> Ints:
-    """0..n-1 for each n in lengths, concatenated."""
-    ends = np.cumsum(lengths)
-    return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - lengths, lengths)
-
-
-def _distinct(values: Ints) -> Ints:
-    """Sorted distinct values; several times faster than np.unique, which hashes."""
-    values = np.sort(values)
-    keep = np.ones(len(values), bool)
-    keep[1:] = values[1:] > values[:-1]
-    return values[keep]
-
-
 def row_intervals(slices: Ints) -> RowIntervals:
     """The union of slices (n, 6) [q0, q1, k0, k1, lo, hi] as row intervals."""
     pieces = _affine_pieces(slices)
     start, end = pieces[0], pieces[1]
     if np.all(start[1:] >= end[:-1]):  # nothing overlaps: pieces are strips
         return _coalesce(start, end, np.arange(len(start) + 1), *pieces[2:])
-    bounds = _distinct(np.concatenate([start, end]))
+    bounds = distinct(np.concatenate([start, end]))
     crossings = _crossings(bounds, pieces)
     if len(crossings):
-        bounds = _distinct(np.concatenate([bounds, crossings]))
+        bounds = distinct(np.concatenate([bounds, crossings]))
     return _merge(bounds, pieces)
 
 
@@ -122,7 +104,7 @@ def _affine_pieces(slices: Ints) -> Pieces:
     lo_slope, hi_slope = start >= k0 - lo, start < k1 - hi - 1
     lo_base, hi_base = np.where(lo_slope, lo, k0), np.where(hi_slope, hi + 1, k1)
     order = np.flatnonzero(start < end)
-    order = order[np.argsort(start[order], kind="stable")]
+    order = order[order_by(start[order])]
     columns = (start, end, lo_base, lo_slope, hi_base, hi_slope)
     return tuple(x[order].astype(np.int64) for x in columns)  # type: ignore[return-value]
 
@@ -145,19 +127,16 @@ def _crossings(bounds: Ints, pieces: Pieces) -> Ints:
     strip, piece = strip[crowded], piece[crowded]
     base = np.concatenate([lo_base[piece], hi_base[piece]])
     slope = np.concatenate([lo_slope[piece], hi_slope[piece]])
-    # One integer per (strip, slope, base) to find the different ones: many times faster than rows.
-    key = _distinct(((np.tile(strip, 2) * 2 + slope) << 33) + base + (1 << 32))
-    bound = np.stack([key >> 34, (key >> 33) & 1, (key & ((1 << 33) - 1)) - (1 << 32)], 1)
-    fixed, moving = bound[bound[:, 1] == 0], bound[bound[:, 1] == 1]
-    # Join each moving bound with all fixed bounds of its strip.
-    begin = np.searchsorted(fixed[:, 0], moving[:, 0], side="left")
-    count = np.searchsorted(fixed[:, 0], moving[:, 0], side="right") - begin
-    fixed_index = np.repeat(begin, count) + ragged_arange(count)
-    row = fixed[fixed_index, 2] - np.repeat(moving[:, 2], count)
-    where = np.repeat(moving[:, 0], count)
+    # One integer per (strip, base): sorted, what a strip holds between two keys is one stretch.
+    fixed = distinct((np.tile(strip, 2)[slope == 0] << 32) + base[slope == 0])
+    moving = np.tile(strip, 2)[slope == 1], base[slope == 1]
+    key = (moving[0] << 32) + moving[1]
+    begin = np.searchsorted(fixed, key + bounds[moving[0]])
+    count = np.searchsorted(fixed, key + bounds[moving[0] + 1]) - begin
+    row = fixed[np.repeat(begin, count) + ragged_arange(count)] - np.repeat(key, count)
+    where = np.repeat(moving[0], count)
     row, where = np.concatenate([row, row + 1]), np.tile(where, 2)
-    inside = (row > bounds[where]) & (row < bounds[np.minimum(where + 1, len(bounds) - 1)])
-    return _distinct(row[inside])
+    return distinct(row[(row > bounds[where]) & (row < bounds[where + 1])])
 
 
 def _merge(bounds: Ints, pieces: Pieces) -> RowIntervals:
@@ -167,7 +146,7 @@ def _merge(bounds: Ints, pieces: Pieces) -> RowIntervals:
     _, _, lo_base, lo_slope, hi_base, hi_slope = (x[piece] for x in pieces)
     lo_first, lo_last = lo_base + lo_slope * first, lo_base + lo_slope * last
     hi_first, hi_last = hi_base + hi_slope * first, hi_base + hi_slope * last
-    order = np.lexsort((lo_last, lo_first, strip))
+    order = order_by(strip, lo_first + lo_last)  # starts keep their order: the sum tells it
     strip, first, last = strip[order], first[order], last[order]
     lo_first, lo_last, hi_first, hi_last = (
         x[order] for x in (lo_first, lo_last, hi_first, hi_last)

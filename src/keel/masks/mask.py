@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from keel.masks.intervals import UNBOUNDED, Ints, RowIntervals, row_intervals
+from keel.masks.arrays import Ints
+from keel.masks.intervals import UNBOUNDED, RowIntervals, row_intervals
 from keel.masks.ranges import AttnRange, AttnRanges
 from keel.masks.slices import AttnMaskType, AttnSlice
 
@@ -47,8 +49,10 @@ class AttnMask:
             self.tensor = torch.from_numpy(self._slices.copy())
         """(num_slices, 6) int64 on the CPU: what operators take. Do not write to it."""
         self._slices.flags.writeable = False
-        self._bytes = self._slices.tobytes()  # compares several times faster than the array
-        self._hash = hash((self._bytes, self.tq, self.tk))
+        content = hashlib.sha256(f"{self.tq},{self.tk};".encode())
+        content.update(self._slices.data)
+        self.digest = content.digest()
+        """32 bytes that name the value of the mask, the same in every process."""
 
     @classmethod
     def from_ranges(
@@ -95,10 +99,9 @@ class AttnMask:
         return len(self._slices)
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self.digest)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Rebuilds: the hash of bytes differs between processes.
         return AttnMask, (self._slices, self.tq, self.tk)
 
     def __eq__(self, other: object) -> bool:
@@ -106,9 +109,7 @@ class AttnMask:
             return True
         if not isinstance(other, AttnMask):
             return NotImplemented
-        return (
-            self._hash == other._hash and self.shape == other.shape and self._bytes == other._bytes
-        )
+        return self.digest == other.digest
 
     def __or__(self, other: AttnMask) -> AttnMask:
         """The union of two masks of one shape."""

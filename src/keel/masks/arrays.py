@@ -1,0 +1,50 @@
+"""Numpy idioms that planning stands on: ragged ranges and fast sorts of small integers."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+def ragged_arange(lengths: Ints) -> Ints:
+    """0..n-1 for each n in lengths, concatenated.
+
+    >>> ragged_arange(np.array([2, 0, 3])).tolist()
+    [0, 1, 0, 1, 2]
+    """
+    ends = np.cumsum(lengths)
+    return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+
+
+def ascending(values: Ints) -> Ints:
+    """Sorted values. Planning sorts what is nearly sorted, where a merge sort takes little time."""
+    return np.sort(values, kind="stable")
+
+
+def distinct(values: Ints) -> Ints:
+    """Sorted distinct values; several times faster than np.unique, which hashes."""
+    values = ascending(values)
+    keep = np.ones(len(values), bool)
+    keep[1:] = values[1:] > values[:-1]
+    return values[keep]
+
+
+def order_by(*keys: Ints) -> Ints:
+    """The stable order by non-negative keys, the most significant first.
+
+    Sorting values is two to four times faster than sorting an index, so keys and index are
+    packed into one integer where 63 bits are enough for them.
+
+    >>> order_by(np.array([1, 0, 1]), np.array([5, 7, 4])).tolist()
+    [1, 2, 0]
+    """
+    count = len(keys[0])
+    widths = [int(key.max(initial=0)).bit_length() for key in keys] + [count.bit_length()]
+    if sum(widths) > 63:
+        return np.lexsort(keys[::-1])
+    packed = keys[0]
+    for key, width in zip((*keys[1:], np.arange(count)), widths[1:], strict=True):
+        packed = (packed << width) | key
+    return ascending(packed) & ((1 << widths[-1]) - 1)
