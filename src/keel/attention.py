@@ -235,14 +235,12 @@ def _attend(
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     out, lse, max_logits = attention(
         *(q, k, v, mask, scoring),
-        want_max=return_max_logits or max_logits_out is not None,
+        want_max=return_max_logits,
+        max_logits_out=max_logits_out,
         deterministic=deterministic,
         sm_margin=sm_margin,
         backend=choose_backend(backend, q.device, q.dtype),
     )
-    if max_logits_out is not None:
-        assert max_logits is not None
-        max_logits = max_logits_out.copy_(torch.maximum(max_logits_out, max_logits))
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
 
 

@@ -107,3 +107,5 @@ def check_max_logits_out(buffer: torch.Tensor, q: torch.Tensor) -> None:
             f"max_logits_out must be {wide} of shape ({q.shape[1]},) on {q.device}, got "
             f"{buffer.dtype} {tuple(buffer.shape)} on {buffer.device}"
         )
+    if buffer.requires_grad:
+        raise ValueError("max_logits_out requires grad, but maxima have none: pass it detached")

@@ -18,7 +18,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from keel import reference
-from keel._versions import constant_in_traces
+from keel._versions import constant_in_traces, runs_plainly
 from keel.kernels import blocked
 from keel.masks import AttnMask
 from keel.masks.inputs import mask_of_tensors
@@ -143,17 +143,16 @@ def _in_its_own_precision(run: Callable[..., Any]) -> Callable[..., Any]:
     """Shields an operator from autocast, which would round the matrix products inside it."""
 
     @functools.wraps(run)
-    def shielded(*args: Any) -> Any:
+    def shielded(*args: Any, **kwargs: Any) -> Any:
         device = args[0].device.type
         if not torch.is_autocast_enabled(device):  # the usual case: save the microseconds
-            return run(*args)
+            return run(*args, **kwargs)
         with torch.autocast(device, enabled=False):
-            return run(*args)
+            return run(*args, **kwargs)
 
     return shielded
 
 
-@torch.library.impl("keel::attn_fwd", "CompositeExplicitAutograd")
 @_in_its_own_precision
 def _attn_fwd(
     q: torch.Tensor,
@@ -170,27 +169,36 @@ def _attn_fwd(
     deterministic: bool,
     sm_margin: int,
     backend: str,
+    *,
+    max_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse, max_logits); a buffer given for the last is raised in place."""
     (tq, hq, _), (tk, _, dv) = q.shape, v.shape
     attn_mask = mask_of_tensors(mask, tq, tk)
     scoring = _scoring(sink, bias, alibi_slopes, alibi_offset, scale, softcap)
     if backend == "blocked":
         out, lse, top = blocked.forward(q, k, v, attn_mask, scoring)
+        if max_logits is not None:
+            top = torch.maximum(max_logits, top, out=max_logits)
         return out.to(q.dtype), lse, top if want_max else top.new_empty(0)
     from keel.kernels import flash_fwd
 
     out = torch.empty(tq, hq, dv, dtype=q.dtype, device=q.device)
     lse = torch.empty(tq, hq, dtype=torch.float32, device=q.device)
-    top = torch.full((hq if want_max else 0,), -torch.inf, device=q.device)
+    if max_logits is None:
+        max_logits = torch.full((hq if want_max else 0,), -torch.inf, device=q.device)
     q, scoring, _ = _positive_scale(q, scoring)
     flash_fwd.forward(
         *(q, k, v, attn_mask, scoring),
         out=out,
         lse=lse,
-        max_logits=top if want_max else None,
+        max_logits=max_logits if want_max else None,
         sm_margin=sm_margin,
     )
-    return out, lse, top
+    return out, lse, max_logits
+
+
+torch.library.impl("keel::attn_fwd", "CompositeExplicitAutograd", _attn_fwd)
 
 
 @torch.library.register_fake("keel::attn_fwd")
@@ -346,14 +354,18 @@ def _attn_bwd_fake(
 _NUM_FWD_INPUTS = 14
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], out: torch.Tensor, lse: torch.Tensor) -> None:
     q, k, v, mask, sink, bias, slopes, offset, *numbers = inputs
-    out, lse, max_logits = output
     ctx.save_for_backward(q, k, v, out, lse, sink, bias, slopes, offset, *mask)
     ctx.numbers = numbers
     ctx.want_dbias = bias is not None and bias.requires_grad
-    ctx.mark_non_differentiable(max_logits)
     ctx.set_materialize_grads(False)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    out, lse, max_logits = output
+    _save(ctx, inputs, out, lse)
+    ctx.mark_non_differentiable(max_logits)
 
 
 def _backward(
@@ -375,6 +387,26 @@ def _backward(
 
 
 torch.library.register_autograd("keel::attn_fwd", _backward, setup_context=_setup_context)
+
+
+class _RaisingMaxLogits(torch.autograd.Function):
+    """The operator with a buffer that the kernel itself raises: no fill, no merging afterwards.
+
+    Operators with autograd formulas may not write to their inputs, so this bypasses keel::attn_fwd.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, max_logits: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        out, lse, _ = _attn_fwd(*inputs, max_logits=max_logits)
+        if not max_logits.is_inference():  # those have no version
+            torch.autograd.graph.increment_version(max_logits)
+        _save(ctx, inputs, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        dq, dk, dv, _, *others = _backward(ctx, grads[0], grads[1], None)
+        return None, dq, dk, dv, None, *others
 
 
 def _second_backward(ctx: Any, *grads: torch.Tensor) -> None:
@@ -428,11 +460,17 @@ def attention(
     scoring: Scoring,
     *,
     want_max: bool,
+    max_logits_out: torch.Tensor | None = None,
     deterministic: bool,
     sm_margin: int,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(out, lse, max_logits or None), differentiable in q, k, v, sink and bias."""
+    """(out, lse, max_logits or None), differentiable in q, k, v, sink and bias.
+
+    `max_logits_out` is raised in place and returned as max_logits.
+    """
+    if max_logits_out is not None:
+        return _raise(max_logits_out, q, k, v, mask, scoring, deterministic, sm_margin, backend)
     if backend == "reference":
         attn_mask: AttnMask = mask_of_tensors(mask, q.shape[0], k.shape[0])
         with torch.autocast(q.device.type, enabled=False):
@@ -443,6 +481,36 @@ def attention(
         *(scoring.scale, scoring.softcap, want_max, deterministic, sm_margin, backend),
     )
     return out, lse, top if want_max else None
+
+
+def _raise(
+    max_logits: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: list[torch.Tensor],
+    scoring: Scoring,
+    deterministic: bool,
+    sm_margin: int,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`attention` into a running maximum: in the kernel, unless someone watches operators."""
+    if backend != "reference" and max_logits.is_contiguous() and runs_plainly(q, k, v, max_logits):
+        out, lse = _RaisingMaxLogits.apply(
+            *(max_logits, q, k, v, mask, scoring.sink, scoring.bias),
+            *(scoring.alibi_slopes, scoring.alibi_offset, scoring.scale, scoring.softcap),
+            *(True, deterministic, sm_margin, backend),
+        )
+        return out, lse, max_logits
+    out, lse, top = attention(
+        *(q, k, v, mask, scoring),
+        want_max=True,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+        backend=backend,
+    )
+    assert top is not None
+    return out, lse, max_logits.copy_(torch.maximum(max_logits, top))
 
 
 def accumulate_(

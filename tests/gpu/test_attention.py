@@ -142,11 +142,13 @@ def test_int64_addressing():
     ]
     for view in views:
         view.copy_(torch.randn(tokens, heads, dim, device="cuda"))
-    got, _ = flex_flash_attn_func(*views, masks.causal(tokens), backend="triton")
-    expected, _ = flex_flash_attn_func(
-        *(x.contiguous() for x in views), masks.causal(tokens), backend="triton"
-    )
-    assert torch.equal(got, expected)
+    results = []
+    for given in (views, [x.contiguous() for x in views]):
+        leaves = [x.detach().requires_grad_() for x in given]
+        out, _ = flex_flash_attn_func(*leaves, masks.causal(tokens), backend="triton")
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got, expected)
 
 
 def test_cuda_graph_capture():
@@ -200,6 +202,60 @@ def test_warmup_compiles_ahead():
     warm = len(flash_common._compiled)
     train()
     assert before < warm == len(flash_common._compiled)
+
+
+@pytest.mark.parametrize("value", [-3.0, -0.0, 0.0, 2.0, float("nan")])
+@pytest.mark.parametrize("start", [-float("inf"), -1.0, 1.0])
+def test_max_logits_of_any_sign(value, start):
+    """One logit differs from -5, somewhere in one of many tiles; against a running maximum."""
+    tokens, heads = 1000, 3
+    q = torch.ones(tokens, heads, 64, device="cuda", dtype=torch.bfloat16)
+    k = torch.full((tokens, heads, 64), -5 / 64, device="cuda", dtype=torch.bfloat16)
+    k[617, 1] = value / 64
+    running = torch.full((heads,), start, device="cuda")
+    for mask in (masks.sliding_window(tokens, left=40, right=40), masks.full(tokens)):
+        raised = running.clone()
+        _, meta = flex_flash_attn_func(q, k, k, mask, softmax_scale=1.0, max_logits_out=raised)
+        expected = torch.maximum(running, torch.tensor([-5.0, value, -5.0], device="cuda"))
+        torch.testing.assert_close(raised, expected, equal_nan=True, rtol=0, atol=0)
+        assert meta.max_logits is raised
+
+
+def test_running_maximum_over_calls():
+    tops, running = [], torch.full((8,), -float("inf"), device="cuda")
+    for n in range(6):
+        q, k, v = torch.randn(3, 700, 8, 64, device="cuda", dtype=torch.bfloat16).unbind()
+        q = q * abs(n - 2) if n != 2 else -q  # rising and falling
+        mask = masks.documents([0, 31 * n + 1, 300, 700], causal=True)
+        flex_flash_attn_func(q, k, v, mask, max_logits_out=running)
+        _, meta = flex_flash_attn_func(q, k, v, mask, return_max_logits=True)
+        tops.append(meta.max_logits)
+        assert torch.equal(running, torch.stack(tops).amax(0))
+
+
+def test_block_mask_of_flex_attention():
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    document = torch.arange(700, device="cuda") // 130
+
+    def mask_mod(b, h, i, j):
+        return (document[i] == document[j]) & (i >= j)
+
+    mask = masks.from_block_mask(create_block_mask(mask_mod, None, None, 700, 700, "cuda"))
+    dense = (document[:, None] == document) & torch.ones(700, 700, device="cuda").tril().bool()
+    assert torch.equal(mask.to_dense(), dense.cpu())
+
+
+@pytest.mark.parametrize("command", ["env", "demo"])
+def test_commands_use_the_gpu(command, tmp_path, monkeypatch, capsys):
+    from keel.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        app([command])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0, text
+    assert "triton" in text and torch.cuda.get_device_name() in text, text
 
 
 def test_maxima_of_many_calls_are_their_own():

@@ -181,6 +181,37 @@ def test_running_maximum_keeps_nan_and_training_works() -> None:
     assert q.grad is not None
 
 
+def test_running_maximum_changes_no_gradient() -> None:
+    given = [*make(), torch.randn(4).double(), torch.randn(4, 1, TOKENS).double()]
+    results = []
+    for running in (None, torch.full((4,), -INF, dtype=torch.float64)):
+        q, k, v, sink, bias = leaves = [x.clone().requires_grad_() for x in given]
+        out, meta = flex_flash_attn_func(
+            q, k, v, masks.causal(TOKENS), sink=sink, bias=bias, max_logits_out=running
+        )
+        results.append(torch.autograd.grad(out.sin().sum() + meta.lse.cos().sum(), leaves))
+    for a, b in zip(*results, strict=True):
+        assert a.abs().max() > 0 and torch.equal(a, b)
+
+
+def test_running_maximum_of_any_layout() -> None:
+    q, k, v = make()
+    memory = torch.full((8,), -INF, dtype=torch.float64)
+    flex_flash_attn_func(q, k, v, masks.causal(TOKENS), max_logits_out=memory[::2])
+    torch.testing.assert_close(memory[::2], oracle(q, k, v, masks.causal(TOKENS))[2])
+    assert (memory[1::2] == -INF).all()
+
+
+def test_autograd_sees_that_the_running_maximum_was_written_to() -> None:
+    q, k, v = make()
+    factor = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    running = torch.zeros(4, dtype=torch.float64)
+    product = (factor * running).sum()  # saves running for its backward
+    flex_flash_attn_func(q, k, v, masks.causal(TOKENS), max_logits_out=running)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
 def test_dtypes_of_results() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -118,6 +118,7 @@ EXECUTION: Table = [
     ({"sm_margin": -1}, "sm_margin must be at least 0, got -1"),
     ({"max_logits_out": zeros(2)}, r"max_logits_out must be torch.float32 of shape \(4,\) on cpu"),
     ({"max_logits_out": zeros(4).double()}, "max_logits_out must be .* got torch.float64"),
+    ({"max_logits_out": zeros(4).requires_grad_()}, "max_logits_out requires grad, but maxima"),
     ({"max_logits_out": zeros(4, device="meta")}, "max_logits_out must be .* on meta"),
 ]
 

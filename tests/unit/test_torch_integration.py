@@ -288,6 +288,9 @@ def test_flops(name: str) -> None:
         out.sum().backward()
     assert forward == 4 * mask.area() * 4 * 16
     assert counter.get_total_flops() - forward == 2.5 * forward
+    with FlopCounterMode(display=False) as counter:
+        flex_flash_attn_func(q, k, v, mask, max_logits_out=torch.zeros(4))
+    assert counter.get_total_flops() == forward
     # d != dv: each product by its own width.
     with FlopCounterMode(display=False) as counter:
         out, _ = flex_flash_attn_func(q, k, v[..., :8], mask)

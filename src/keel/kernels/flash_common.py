@@ -104,37 +104,54 @@ def add_bias(
 
 
 @triton.jit
-def atomic_max_float(POINTER, value, N: tl.constexpr, PTX: tl.constexpr):
-    """Raises one float to the maximum of N values; exact, order-free, and a NaN stays for good.
+def raise_max(POINTER, seen, value, PTX: tl.constexpr):
+    """Raises one float to the maximum of a tile's; exact, order-free, and a NaN stays for good.
 
     POINTER is int32 and holds float bits: non-negative floats order like them, negative ones the
-    other way, as unsigned integers. Sixteen rows are what one warp holds of a product; each warp
-    reduces its own. `tl.atomic_max` would bring the parts together first, with barriers that
-    short tiles feel, so on NVIDIA the instruction is written out.
+    other way, as unsigned integers. `seen` is what it held when the program started. It only
+    grows, so a warp whose values are all lower is done, and nearly all are: on NVIDIA this
+    takes a compare and a vote, where `tl.max` and `tl.atomic_max` would bring the warps together
+    with barriers that short tiles feel.
     """
-    bits = (value + 0.0).to(tl.int32, bitcast=True)  # + 0.0: -0.0 would order below negatives
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of floats, NaN on top
-    top = tl.max(tl.reshape(ordered, (N // 16, 16)), 1)
-    bits = top ^ ((top >> 31) & 0x7FFFFFFF)
-    place = POINTER + tl.zeros_like(top)
+    value = value + 0.0  # -0.0 would order below negative numbers
     if PTX:
+        place = POINTER + tl.zeros_like(value).to(tl.int32)
         tl.inline_asm_elementwise(
             """{
-            .reg .pred negative;
-            setp.lt.s32 negative, $2, 0;
-            @!negative red.relaxed.gpu.global.max.s32 [$1], $2;
-            @negative red.relaxed.gpu.global.min.u32 [$1], $2;
+            .reg .pred higher, any_higher, first, negative, positive;
+            .reg .b32 bits, flip, lane;
+            setp.gtu.f32 higher, $2, $3;
+            vote.sync.any.pred any_higher, higher, 0xffffffff;
+            @!any_higher bra DONE;
+            mov.b32 bits, $2;
+            shr.s32 flip, bits, 31;
+            and.b32 flip, flip, 0x7fffffff;
+            xor.b32 bits, bits, flip;
+            redux.sync.max.s32 bits, bits, 0xffffffff;
+            shr.s32 flip, bits, 31;
+            and.b32 flip, flip, 0x7fffffff;
+            xor.b32 bits, bits, flip;
+            mov.u32 lane, %laneid;
+            setp.eq.u32 first, lane, 0;
+            setp.lt.and.s32 negative, bits, 0, first;
+            setp.ge.and.s32 positive, bits, 0, first;
+            @positive red.relaxed.gpu.global.max.s32 [$1], bits;
+            @negative red.relaxed.gpu.global.min.u32 [$1], bits;
+            DONE:
             mov.b32 $0, 0;
             }""",
-            "=r,l,r",
-            [place.to(tl.int64, bitcast=True), bits],
+            "=r,l,f,f",
+            [place.to(tl.int64, bitcast=True), value, seen + tl.zeros_like(value)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
     else:
-        tl.atomic_max(place, bits, mask=top >= 0, sem="relaxed")
-        unsigned = place.to(tl.pointer_type(tl.uint32), bitcast=True)
+        bits = value.to(tl.int32, bitcast=True)
+        top = tl.max(bits ^ ((bits >> 31) & 0x7FFFFFFF), 0)  # in the order of floats, NaN on top
+        bits = top ^ ((top >> 31) & 0x7FFFFFFF)
+        tl.atomic_max(POINTER, bits, mask=top >= 0, sem="relaxed")
+        unsigned = POINTER.to(tl.pointer_type(tl.uint32), bitcast=True)
         tl.atomic_min(unsigned, bits.to(tl.uint32, bitcast=True), mask=top < 0, sem="relaxed")
 
 

@@ -17,7 +17,6 @@ from keel.kernels.flash_common import (
     SIZES,
     TileConfig,
     add_bias,
-    atomic_max_float,
     can_use_tma,
     compute_capability,
     descriptor,
@@ -29,6 +28,7 @@ from keel.kernels.flash_common import (
     launch,
     load_tile,
     padded,
+    raise_max,
     score_arguments,
     section_heads,
     store_rows,
@@ -113,6 +113,8 @@ def _tile(
     i = first_row + tl.arange(0, BM)
     q_column = head.to(tl.int64) * stride_qh
     q = load_tile(Q, first_row, q_column, stride_qt, tq, BM, D, BLOCK_D, True, False)
+    if WANT_MAX:
+        seen_top = tl.load(MAX_LOGITS + head).to(tl.float32, bitcast=True)
     position = i
     slope = 0.0
     if HAS_ALIBI:
@@ -151,7 +153,6 @@ def _tile(
             row_top = raw_top
         # Maxima drop NaNs, sums keep them. Rows past the end see nothing: -inf.
         row_top = tl.where(total == total, row_top, float("nan"))
-        atomic_max_float(MAX_LOGITS + head, row_top, BM, PTX)
     if HAS_SINK:
         sink2 = tl.load(SINK + head).to(tl.float32) * LOG2E
         new_top2 = tl.maximum(top2, sink2)
@@ -180,6 +181,8 @@ def _tile(
         lse = tl.where(nothing, float("-inf"), high + tl.log2(both) * LN2)
     tl.store(lse_place, lse, mask=i < tq)
     store_rows(OUT, out, i, stride_ot, tq, DV, BLOCK_DV)
+    if WANT_MAX:  # last, when nothing waits for it any more
+        raise_max(MAX_LOGITS + head, seen_top, row_top, PTX)
 
 
 @triton.jit(do_not_specialize=SIZES)
