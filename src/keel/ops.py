@@ -260,7 +260,6 @@ def _attn_accumulate_fake(*args: Any) -> None:
     return None
 
 
-@torch.library.impl("keel::attn_bwd", "CompositeExplicitAutograd")
 @_in_its_own_precision
 def _attn_bwd(
     dout: torch.Tensor,
@@ -321,6 +320,9 @@ def _attn_bwd(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, dbias
 
 
+torch.library.impl("keel::attn_bwd", "CompositeExplicitAutograd", _attn_bwd)
+
+
 def _sink_gradient(sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """The sink's probability has no value: its logit only ever loses delta."""
     empty = lse == -torch.inf
@@ -377,7 +379,9 @@ def _backward(
         return (None, None, None, [None] * len(mask)) + (None,) * (_NUM_FWD_INPUTS - 4)
     if dout is None:
         dout = torch.zeros_like(out)
-    dq, dk, dv, dsink, dbias = torch.ops.keel.attn_bwd(
+    # A graph of the gradients (create_graph) must meet the operator, which refuses it.
+    direct = not torch.is_grad_enabled() and runs_plainly(dout, q)
+    dq, dk, dv, dsink, dbias = (_attn_bwd if direct else torch.ops.keel.attn_bwd)(
         *(dout, dlse, q, k, v, out, lse, mask, sink, bias, slopes, offset, scale, softcap),
         *(ctx.want_dbias, deterministic, sm_margin, backend),
     )
@@ -389,19 +393,21 @@ def _backward(
 torch.library.register_autograd("keel::attn_fwd", _backward, setup_context=_setup_context)
 
 
-class _RaisingMaxLogits(torch.autograd.Function):
-    """The operator with a buffer that the kernel itself raises: no fill, no merging afterwards.
+class _Direct(torch.autograd.Function):
+    """keel::attn_fwd without the dispatcher, which costs more time than small problems take.
 
-    Operators with autograd formulas may not write to their inputs, so this bypasses keel::attn_fwd.
+    It may also do what operators with autograd formulas may not: write to an input, the running
+    maximum. That one is not among the results; where there is none, max logits come third.
     """
 
     @staticmethod
-    def forward(ctx: Any, max_logits: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
-        out, lse, _ = _attn_fwd(*inputs, max_logits=max_logits)
-        if not max_logits.is_inference():  # those have no version
-            torch.autograd.graph.increment_version(max_logits)
+    def forward(ctx: Any, max_logits: torch.Tensor | None, *inputs: Any) -> tuple[Any, ...]:
+        out, lse, top = _attn_fwd(*inputs, max_logits=max_logits)
         _save(ctx, inputs, out, lse)
-        return out, lse
+        if max_logits is not None:
+            return out, lse, None
+        ctx.mark_non_differentiable(top)
+        return out, lse, top
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
@@ -469,48 +475,34 @@ def attention(
 
     `max_logits_out` is raised in place and returned as max_logits.
     """
-    if max_logits_out is not None:
-        return _raise(max_logits_out, q, k, v, mask, scoring, deterministic, sm_margin, backend)
+    want_max = want_max or max_logits_out is not None
+    inputs = (
+        *(q, k, v, mask, scoring.sink, scoring.bias, scoring.alibi_slopes, scoring.alibi_offset),
+        *(scoring.scale, scoring.softcap, want_max, deterministic, sm_margin, backend),
+    )
+    direct = backend != "reference" and runs_plainly(q, k, v)
+    if direct and (max_logits_out is None or max_logits_out.is_contiguous()):
+        differentiable = (q, k, v, scoring.sink, scoring.bias)
+        if torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in differentiable
+        ):
+            out, lse, top = _Direct.apply(max_logits_out, *inputs)
+        else:
+            out, lse, top = _attn_fwd(*inputs, max_logits=max_logits_out)
+        if max_logits_out is not None:
+            top = max_logits_out
+            if not top.is_inference():  # those have no version
+                torch.autograd.graph.increment_version(top)
+        return out, lse, top if want_max else None
     if backend == "reference":
         attn_mask: AttnMask = mask_of_tensors(mask, q.shape[0], k.shape[0])
         with torch.autocast(q.device.type, enabled=False):
             out, lse, top = reference.attention(q, k, v, attn_mask, scoring)
-        return out, lse, top if want_max else None
-    out, lse, top = torch.ops.keel.attn_fwd(
-        *(q, k, v, mask, scoring.sink, scoring.bias, scoring.alibi_slopes, scoring.alibi_offset),
-        *(scoring.scale, scoring.softcap, want_max, deterministic, sm_margin, backend),
-    )
+    else:
+        out, lse, top = torch.ops.keel.attn_fwd(*inputs)
+    if max_logits_out is not None:
+        top = max_logits_out.copy_(torch.maximum(max_logits_out, top))
     return out, lse, top if want_max else None
-
-
-def _raise(
-    max_logits: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: list[torch.Tensor],
-    scoring: Scoring,
-    deterministic: bool,
-    sm_margin: int,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`attention` into a running maximum: in the kernel, unless someone watches operators."""
-    if backend != "reference" and max_logits.is_contiguous() and runs_plainly(q, k, v, max_logits):
-        out, lse = _RaisingMaxLogits.apply(
-            *(max_logits, q, k, v, mask, scoring.sink, scoring.bias),
-            *(scoring.alibi_slopes, scoring.alibi_offset, scoring.scale, scoring.softcap),
-            *(True, deterministic, sm_margin, backend),
-        )
-        return out, lse, max_logits
-    out, lse, top = attention(
-        *(q, k, v, mask, scoring),
-        want_max=True,
-        deterministic=deterministic,
-        sm_margin=sm_margin,
-        backend=backend,
-    )
-    assert top is not None
-    return out, lse, max_logits.copy_(torch.maximum(max_logits, top))
 
 
 def accumulate_(

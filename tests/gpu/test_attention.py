@@ -187,7 +187,7 @@ def test_compiled_training_step():
 
 
 def test_warmup_compiles_ahead():
-    from keel.kernels import flash_common
+    from keel.kernels import launch
 
     def train() -> None:
         q, k, v = (
@@ -197,11 +197,11 @@ def test_warmup_compiles_ahead():
         out, _ = flex_flash_attn_func(q, k, v, masks.causal(200), return_max_logits=True)
         out.sum().backward()
 
-    before = len(flash_common._compiled)
+    before = len(launch._compiled)
     warmup(8, 2, 80, dtype=torch.float16)
-    warm = len(flash_common._compiled)
+    warm = len(launch._compiled)
     train()
-    assert before < warm == len(flash_common._compiled)
+    assert before < warm == len(launch._compiled)
 
 
 @pytest.mark.parametrize("value", [-3.0, -0.0, 0.0, 2.0, float("nan")])
@@ -248,11 +248,11 @@ def test_block_mask_of_flex_attention():
 
 @pytest.mark.parametrize("command", ["env", "demo"])
 def test_commands_use_the_gpu(command, tmp_path, monkeypatch, capsys):
-    from keel.cli import app
+    from keel.cli import build_app
 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
-        app([command])
+        build_app()([command])
     text = capsys.readouterr().out
     assert stopped.value.code == 0, text
     assert "triton" in text and torch.cuda.get_device_name() in text, text

@@ -7,7 +7,7 @@ deterministic; the one exception, a bias that is broadcast, is added up with ato
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,20 +21,22 @@ from keel.kernels.flash_common import (
     add_bias,
     can_use_tma,
     compute_capability,
-    descriptor,
     device_plan,
     fitted,
-    grid_and_counter,
+    grid_size,
     has_small_smem,
     keys_per_row,
-    launch,
     load_tile,
     padded,
     score_arguments,
+    score_tensors,
     section_heads,
     store_rows,
+    strides,
     tanh,
+    work_counter,
 )
+from keel.kernels.launch import Prepared, Tensors, launch
 from keel.masks import AttnMask
 from keel.meta import Scoring
 
@@ -408,26 +410,18 @@ def row_terms(
     delta = torch.empty_like(lse2)
     if tq == 0:
         return lse2, delta
-    constants = {"DV": dv, "BLOCK_DV": padded(dv), "BM": 64, "HAS_DLSE": dlse is not None}
     launch(
-        "row_terms",
-        (out.dtype, *constants.values()),
-        lambda: row_terms_kernel[(triton.cdiv(tq, 64), hq)](
-            OUT=out,
-            DOUT=dout,
-            LSE=lse,
-            DLSE=dlse,
-            LSE2=lse2,
-            DELTA=delta,
-            tq=tq,
-            num_heads=hq,
-            stride_ot=out.stride(0),
-            stride_oh=out.stride(1),
-            stride_dot=dout.stride(0),
-            stride_doh=dout.stride(1),
-            stride_dlt=0 if dlse is None else dlse.stride(0),
-            stride_dlh=0 if dlse is None else dlse.stride(1),
-            **constants,
+        row_terms_kernel,
+        None,
+        {"OUT": out, "DOUT": dout, "LSE": lse, "DLSE": dlse, "LSE2": lse2, "DELTA": delta},
+        lambda: Prepared(
+            (triton.cdiv(tq, 64), hq),
+            {
+                **{"tq": tq, "num_heads": hq, **strides(o=out, do=dout)},
+                "stride_dlt": 0 if dlse is None else dlse.stride(0),
+                "stride_dlh": 0 if dlse is None else dlse.stride(1),
+                **{"DV": dv, "BLOCK_DV": padded(dv), "BM": 64, "HAS_DLSE": dlse is not None},
+            },
         ),
     )
     return lse2, delta
@@ -452,178 +446,136 @@ def backward(
     configs: tuple[TileConfig, TileConfig] | None = None,
 ) -> None:
     """Fills dq, dk, dv, and adds to dbias (fp32, in the shape of the bias). The scale is > 0."""
-    (tq, hq, d), (tk, _, dim_v) = q.shape, v.shape
-    if configs is None:
-        width = keys_per_row(mask, scoring)
-        capability = compute_capability(q.device)
-        configs = choose_configs(capability, max(padded(d), padded(dim_v)), q.dtype, width)
-        has_bias = scoring.bias is not None
-        configs = fitted(configs[0], has_bias), fitted(configs[1], has_bias)
-    dkdv_config, dq_config = configs
+    (tq, hq, _), tk = q.shape, k.shape[0]
+    given = _Given(dout, q, k, v, lse2, delta, mask, scoring, sm_margin, configs)
     if dbias is not None and deterministic and dbias.shape != (hq, tq, tk):
-        _add_dbias_in_order(dbias, dout, q, k, v, lse2, delta, mask, scoring, dq_config, sm_margin)
+        _add_dbias_in_order(dbias, given)
         dbias = None
-    shared = _shared_arguments(dout, q, k, v, lse2, delta, scoring)
-    _launch_dkdv(shared, dk, dv, mask, dkdv_config, sm_margin)
-    _launch_dq(shared, dq, dbias, mask, dq_config, sm_margin)
+    _launch_dkdv(given, dk, dv)
+    _launch_dq(given, dq, dbias)
 
 
-def _shared_arguments(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lse2: torch.Tensor,
-    delta: torch.Tensor,
-    scoring: Scoring,
-) -> dict[str, Any]:
-    """What both backward kernels take."""
-    (tq, hq, d), (tk, hk, dv) = q.shape, v.shape
-    pointers, numbers, flags = score_arguments(scoring, q, tk)
-    return {
-        **{"Q": q, "K": k, "V": v, "DOUT": dout, "LSE2": lse2, "DELTA": delta},
-        **{"tq": tq, "tk": tk, **pointers, **numbers, **flags},
-        **{"stride_qt": q.stride(0), "stride_qh": q.stride(1)},
-        **{"stride_kt": k.stride(0), "stride_kh": k.stride(1)},
-        **{"stride_vt": v.stride(0), "stride_vh": v.stride(1)},
-        **{"stride_dot": dout.stride(0), "stride_doh": dout.stride(1)},
-        **{"group": hq // hk, "D": d, "DV": dv, "BLOCK_D": padded(d), "BLOCK_DV": padded(dv)},
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-    }
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What both backward kernels start from."""
 
+    dout: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    lse2: torch.Tensor
+    delta: torch.Tensor
+    mask: AttnMask
+    scoring: Scoring
+    sm_margin: int
+    configs: tuple[TileConfig, TileConfig] | None
 
-def _variant(shared: dict[str, Any], config: TileConfig, *more: Any) -> tuple[Any, ...]:
-    """What makes a compiled variant its own."""
-    constants = tuple(
-        x for name, x in shared.items() if name.isupper() and not isinstance(x, torch.Tensor)
-    )
-    return (shared["Q"].dtype, config, constants, *more)
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All that counts beside the layout of tensors."""
+        return self.mask, self.scoring.scale, self.scoring.softcap, self.sm_margin, self.configs
 
+    def tensors(self) -> Tensors:
+        return {
+            **{"Q": self.q, "K": self.k, "V": self.v, "DOUT": self.dout},
+            **{"LSE2": self.lse2, "DELTA": self.delta, **score_tensors(self.scoring)},
+            "COUNTER": work_counter(self.sm_margin, self.q.device),
+        }
 
-def _streamed(
-    shared: dict[str, Any], names: tuple[str, str], tma: bool, block_rows: int
-) -> dict[str, Any]:
-    """Descriptors in place of the tensors that the inner loop reads; empty without TMA."""
-    tensors = [shared[name] for name in names]
-    if not tma or tensors[0].shape[0] == 0 or not can_use_tma(*tensors):
-        return {}
-    return {name: descriptor(x, block_rows) for name, x in zip(names, tensors, strict=True)}
+    def chosen_configs(self) -> tuple[TileConfig, TileConfig]:
+        if self.configs is not None:
+            return self.configs
+        width = keys_per_row(self.mask, self.scoring)
+        capability = compute_capability(self.q.device)
+        block_d = max(padded(self.q.shape[2]), padded(self.v.shape[2]))
+        dkdv, dq = choose_configs(capability, block_d, self.q.dtype, width)
+        has_bias = self.scoring.bias is not None
+        return fitted(dkdv, has_bias), fitted(dq, has_bias)
 
-
-def _launch_dkdv(
-    shared: dict[str, Any],
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    mask: AttnMask,
-    config: TileConfig,
-    sm_margin: int,
-) -> None:
-    plan, arrays = device_plan(mask, config.block_m, config.block_n, dk.device)
-    hk, group = dk.shape[1], shared["group"]
-    row_bytes = (shared["D"] + shared["DV"]) * dk.element_size()
-    section = section_heads(hk, hk, plan.tq * group * row_bytes, plan.k_work, dk.device)
-    num_work = plan.num_k_tiles * hk
-    if num_work == 0:
-        return
-    grid, counter = grid_and_counter(num_work, sm_margin, dk.device)
-    streamed = _streamed(shared, ("Q", "DOUT"), config.tma, config.block_m)
-    launch(
-        "flash_bwd_dkdv",
-        _variant(shared, config, counter is None, bool(streamed)),
-        lambda: flash_bwd_dkdv_kernel[(grid,)](
-            **{**shared, **streamed},
-            TMA=bool(streamed),
-            DK=dk,
-            DVAL=dv,
-            ORDER=arrays["k_order"],
-            PTR=arrays["k_ptr"],
-            SPLIT=arrays["k_split"],
-            RUNS=arrays["k_runs"],
-            SET_BASE=arrays["set_base"],
-            ROW_LO=arrays["row_lo"],
-            ROW_HI=arrays["row_hi"],
-            COUNTER=counter,
-            num_tiles=plan.num_k_tiles,
-            section=section,
-            num_work=num_work,
-            stride_dkt=dk.stride(0),
-            stride_dkh=dk.stride(1),
-            stride_dvt=dv.stride(0),
-            stride_dvh=dv.stride(1),
-            BM=config.block_m,
-            BN=config.block_n,
-            PERSISTENT=counter is not None,
+    def prepared(
+        self,
+        config: TileConfig,
+        num_tiles: int,
+        heads: int,
+        streamed: tuple[str, str],
+        block_rows: int,
+        arguments: dict[str, Any],
+    ) -> Prepared | None:
+        """The launch of either kernel; `streamed` are the tensors that its inner loop reads."""
+        (tq, hq, d), (tk, hk, dv) = self.q.shape, self.v.shape
+        num_work = num_tiles * heads
+        if num_work == 0:
+            return None
+        read = {"Q": self.q, "K": self.k, "V": self.v, "DOUT": self.dout}
+        inner = [read[name] for name in streamed]
+        tma = config.tma and inner[0].shape[0] > 0 and can_use_tma(*inner)
+        return Prepared(
+            (grid_size(num_work, self.sm_margin, self.q.device),),
+            {
+                **{"tq": tq, "tk": tk, "num_tiles": num_tiles, "num_work": num_work},
+                "group": hq // hk,
+                **strides(q=self.q, k=self.k, v=self.v, do=self.dout),
+                **score_arguments(self.scoring, hq, tq, tk),
+                **{"D": d, "DV": dv, "BLOCK_D": padded(d), "BLOCK_DV": padded(dv)},
+                **{"BM": config.block_m, "BN": config.block_n, "TMA": tma},
+                "PERSISTENT": self.sm_margin > 0,
+                "PRECISION": "ieee" if self.q.dtype == torch.float32 else "tf32",
+                **arguments,
+            },
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-        ),
-    )
+            streamed=dict.fromkeys(streamed, block_rows) if tma else {},
+        )
 
 
-def _launch_dq(
-    shared: dict[str, Any],
-    dq: torch.Tensor,
-    dbias: torch.Tensor | None,
-    mask: AttnMask,
-    config: TileConfig,
-    sm_margin: int,
-) -> None:
-    plan, arrays = device_plan(mask, config.block_m, config.block_n, dq.device)
-    hq = dq.shape[1]
-    row_bytes = (shared["D"] + shared["DV"]) * dq.element_size()
-    section = section_heads(hq, hq // shared["group"], plan.tk * row_bytes, plan.q_work, dq.device)
-    num_work = plan.num_q_tiles * hq
-    if num_work == 0:
-        return
-    grid, counter = grid_and_counter(num_work, sm_margin, dq.device)
-    strides = (0, 0, 0) if dbias is None else dbias.expand(hq, plan.tq, plan.tk).stride()
-    streamed = _streamed(shared, ("K", "V"), config.tma, config.block_n)
-    launch(
-        "flash_bwd_dq",
-        _variant(shared, config, counter is None, dbias is None, bool(streamed)),
-        lambda: flash_bwd_dq_kernel[(grid,)](
-            **{**shared, **streamed},
-            TMA=bool(streamed),
-            DQ=dq,
-            DBIAS=dbias,
-            ORDER=arrays["q_order"],
-            PTR=arrays["q_ptr"],
-            SPLIT=arrays["q_split"],
-            RUNS=arrays["q_runs"],
-            ROW_LO=arrays["row_lo"],
-            ROW_HI=arrays["row_hi"],
-            COUNTER=counter,
-            num_tiles=plan.num_q_tiles,
-            section=section,
-            num_work=num_work,
-            stride_dqt=dq.stride(0),
-            stride_dqh=dq.stride(1),
-            stride_dbh=strides[0],
-            stride_dbi=strides[1],
-            stride_dbj=strides[2],
-            BM=config.block_m,
-            BN=config.block_n,
-            WANT_DBIAS=dbias is not None,
-            PERSISTENT=counter is not None,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        ),
-    )
+def _launch_dkdv(given: _Given, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    def prepare() -> Prepared | None:
+        config, _ = given.chosen_configs()
+        plan, arrays = device_plan(given.mask, config.block_m, config.block_n, dk.device)
+        (tq, hq, d), (_, hk, dim_v) = given.q.shape, given.v.shape
+        row_bytes = tq * (hq // hk) * (d + dim_v) * dk.element_size()
+        return given.prepared(
+            *(config, plan.num_k_tiles, hk, ("Q", "DOUT"), config.block_m),
+            {
+                **{"ORDER": arrays["k_order"], "PTR": arrays["k_ptr"], "SPLIT": arrays["k_split"]},
+                **{"RUNS": arrays["k_runs"], "SET_BASE": arrays["set_base"]},
+                **{"ROW_LO": arrays["row_lo"], "ROW_HI": arrays["row_hi"]},
+                "section": section_heads(hk, hk, row_bytes, plan.k_work, dk.device),
+                **strides(dk=dk, dv=dv),
+            },
+        )
+
+    tensors = {**given.tensors(), "DK": dk, "DVAL": dv}
+    launch(flash_bwd_dkdv_kernel, given.key, tensors, prepare)
 
 
-def _add_dbias_in_order(
-    dbias: torch.Tensor,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lse2: torch.Tensor,
-    delta: torch.Tensor,
-    mask: AttnMask,
-    scoring: Scoring,
-    config: TileConfig,
-    sm_margin: int,
-) -> None:
+def _launch_dq(given: _Given, dq: torch.Tensor, dbias: torch.Tensor | None) -> None:
+    def prepare() -> Prepared | None:
+        _, config = given.chosen_configs()
+        plan, arrays = device_plan(given.mask, config.block_m, config.block_n, dq.device)
+        (tq, hq, d), (tk, hk, dim_v) = given.q.shape, given.v.shape
+        kv_bytes = tk * (d + dim_v) * dq.element_size()
+        bias_strides = (0, 0, 0) if dbias is None else dbias.expand(hq, tq, tk).stride()
+        return given.prepared(
+            *(config, plan.num_q_tiles, hq, ("K", "V"), config.block_n),
+            {
+                **{"ORDER": arrays["q_order"], "PTR": arrays["q_ptr"], "SPLIT": arrays["q_split"]},
+                **{"RUNS": arrays["q_runs"]},
+                **{"ROW_LO": arrays["row_lo"], "ROW_HI": arrays["row_hi"]},
+                "section": section_heads(hq, hk, kv_bytes, plan.q_work, dq.device),
+                **strides(dq=dq),
+                **dict(zip(("stride_dbh", "stride_dbi", "stride_dbj"), bias_strides, strict=True)),
+                "WANT_DBIAS": dbias is not None,
+            },
+        )
+
+    tensors = {**given.tensors(), "DQ": dq, "DBIAS": dbias}
+    launch(flash_bwd_dq_kernel, given.key, tensors, prepare)
+
+
+def _add_dbias_in_order(dbias: torch.Tensor, given: _Given) -> None:
     """A broadcast bias without atomics: one head at a time into (1, tq, tk), then a plain sum."""
+    scoring, q, k, v = given.scoring, given.q, given.k, given.v
     assert scoring.bias is not None
     (tq, hq, _), (tk, hk, _) = q.shape, v.shape
     bias = scoring.bias.expand(hq, -1, -1)
@@ -633,12 +585,18 @@ def _add_dbias_in_order(
         one, kv = slice(head, head + 1), slice(head * hk // hq, head * hk // hq + 1)
         slopes = scoring.alibi_slopes
         part = replace(
-            scoring, bias=bias[one], alibi_slopes=None if slopes is None else slopes[one]
-        )
-        shared = _shared_arguments(
-            dout[:, one], q[:, one], k[:, kv], v[:, kv], lse2[one], delta[one], part
+            given,
+            dout=given.dout[:, one],
+            q=q[:, one],
+            k=k[:, kv],
+            v=v[:, kv],
+            lse2=given.lse2[one],
+            delta=given.delta[one],
+            scoring=replace(
+                scoring, bias=bias[one], alibi_slopes=None if slopes is None else slopes[one]
+            ),
         )
         dlogits = torch.zeros(1, tq, tk, dtype=torch.float32, device=q.device)
-        _launch_dq(shared, scratch, dlogits, mask, config, sm_margin)
+        _launch_dq(part, scratch, dlogits)
         over = [dim for dim in (1, 2) if dbias.shape[dim] == 1]
         head_dbias[one].add_(dlogits.sum(over, keepdim=True) if over else dlogits)

@@ -7,29 +7,22 @@ compile-time constants and pointers.
 from __future__ import annotations
 
 import functools
-import logging
-import os
-import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from keel.kernels.launch import INTERPRETED, Tensors
 from keel.masks import AttnMask
 from keel.meta import Scoring
 from keel.tiling import TilePlan, TileWork, draw_row_sets, plan_tiles
 
-logger = logging.getLogger("keel")
-
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_PTX = not INTERPRETED and torch.version.hip is None
 
 SIZES = ["tq", "tk", "num_tiles", "section", "num_heads", "group", "num_work"]
@@ -107,11 +100,11 @@ def add_bias(
 def raise_max(POINTER, seen, value, PTX: tl.constexpr):
     """Raises one float to the maximum of a tile's; exact, order-free, and a NaN stays for good.
 
-    POINTER is int32 and holds float bits: non-negative floats order like them, negative ones the
-    other way, as unsigned integers. `seen` is what it held when the program started. It only
-    grows, so a warp whose values are all lower is done, and nearly all are: on NVIDIA this
-    takes a compare and a vote, where `tl.max` and `tl.atomic_max` would bring the warps together
-    with barriers that short tiles feel.
+    The bits of non-negative floats order like integers, those of negative ones the other way, as
+    unsigned integers. `seen` is what POINTER held when the program started. It only grows, so a
+    warp whose values are all lower is done, and nearly all are: on NVIDIA this takes a compare
+    and a vote, where `tl.max` and `tl.atomic_max` would bring the warps together with barriers
+    that short tiles feel.
     """
     value = value + 0.0  # -0.0 would order below negative numbers
     if PTX:
@@ -150,31 +143,41 @@ def raise_max(POINTER, seen, value, PTX: tl.constexpr):
         bits = value.to(tl.int32, bitcast=True)
         top = tl.max(bits ^ ((bits >> 31) & 0x7FFFFFFF), 0)  # in the order of floats, NaN on top
         bits = top ^ ((top >> 31) & 0x7FFFFFFF)
-        tl.atomic_max(POINTER, bits, mask=top >= 0, sem="relaxed")
+        signed = POINTER.to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.atomic_max(signed, bits, mask=top >= 0, sem="relaxed")
         unsigned = POINTER.to(tl.pointer_type(tl.uint32), bitcast=True)
         tl.atomic_min(unsigned, bits.to(tl.uint32, bitcast=True), mask=top < 0, sem="relaxed")
 
 
-def score_arguments(
-    scoring: Scoring, q: torch.Tensor, tk: int
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, bool]]:
-    """Kernel arguments for the score: (pointers, numbers, compile-time flags)."""
+def score_tensors(scoring: Scoring) -> Tensors:
+    """Kernel pointers of the score."""
+    return {
+        "BIAS": scoring.bias,
+        "SLOPES": scoring.alibi_slopes,
+        "OFFSET": scoring.alibi_offset,
+    }
+
+
+def score_arguments(scoring: Scoring, hq: int, tq: int, tk: int) -> dict[str, Any]:
+    """The other kernel arguments of the score: numbers and compile-time flags."""
     bias = scoring.bias
-    strides: tuple[int, ...] = (0, 0, 0)
-    if bias is not None:
-        strides = bias.expand(q.shape[1], q.shape[0], tk).stride()
-    pointers = {"BIAS": bias, "SLOPES": scoring.alibi_slopes, "OFFSET": scoring.alibi_offset}
-    numbers = {
+    strides = (0, 0, 0) if bias is None else bias.expand(hq, tq, tk).stride()
+    return {
         **{"scale": scoring.scale, "softcap": scoring.softcap},
         **dict(zip(("stride_bh", "stride_bi", "stride_bj"), strides, strict=True)),
-    }
-    flags = {
         "HAS_BIAS": bias is not None,
         "HAS_ALIBI": scoring.alibi_slopes is not None,
         "HAS_OFFSET": scoring.alibi_offset is not None,
         "HAS_SOFTCAP": scoring.softcap > 0,
     }
-    return pointers, numbers, flags
+
+
+def strides(**tensors: torch.Tensor) -> dict[str, int]:
+    """stride_<name>t and stride_<name>h of (tokens, heads, dim) tensors."""
+    found = {}
+    for name, x in tensors.items():
+        found[f"stride_{name}t"], found[f"stride_{name}h"] = x.stride(0), x.stride(1)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,12 +206,6 @@ def can_use_tma(*tensors: torch.Tensor) -> bool:
         and x.data_ptr() % 16 == 0
         for x in tensors
     )
-
-
-def descriptor(x: torch.Tensor, block_rows: int) -> Any:
-    """Rows of one head at a time, as a TMA descriptor."""
-    tokens, heads, dim = x.shape
-    return TensorDescriptor(x, [tokens, heads * dim], [x.stride(0), 1], [block_rows, dim])
 
 
 _device_plans: weakref.WeakKeyDictionary[TilePlan, dict[torch.device, dict[str, torch.Tensor]]] = (
@@ -305,36 +302,15 @@ def section_heads(
     return best * group
 
 
-def grid_and_counter(
-    num_work: int, sm_margin: int, device: torch.device
-) -> tuple[int, torch.Tensor | None]:
-    """One program per work item, in order; with a margin, a persistent grid on fewer SMs.
+def work_counter(sm_margin: int, device: torch.device) -> torch.Tensor | None:
+    """What a persistent grid draws work from; None without a margin.
 
     The hardware starts programs in order, so without a margin the longest-first list needs no
-    counter. With one, programs draw items from a counter and no more run than SMs are allowed.
+    counter. With one, programs draw items and no more run than SMs are allowed.
     """
-    if sm_margin == 0:
-        return num_work, None
-    counter = torch.zeros(1, dtype=torch.int32, device=device)
-    return min(num_work, num_sms(device) - sm_margin), counter
+    return torch.zeros(1, dtype=torch.int32, device=device) if sm_margin else None
 
 
-_compiled: set[Any] = set()
-
-
-def launch(name: str, key: Any, run: Callable[[], Any]) -> None:
-    """Runs a kernel; the first use of a variant that had to compile is reported with its time."""
-    if (name, key) in _compiled:
-        run()
-        return
-    began = time.perf_counter()
-    run()
-    seconds = time.perf_counter() - began
-    _compiled.add((name, key))
-    if seconds > 0.4 and not INTERPRETED:  # from Triton's disk cache it loads much faster
-        logger.warning(
-            "keel compiled %s in %.1f s; it is cached on disk for later processes "
-            "(keel.warmup does this ahead of time)",
-            name,
-            seconds,
-        )
+def grid_size(num_work: int, sm_margin: int, device: torch.device) -> int:
+    """One program per work item; with a margin, a persistent grid on fewer SMs."""
+    return min(num_work, num_sms(device) - sm_margin) if sm_margin else num_work

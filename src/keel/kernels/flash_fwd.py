@@ -19,21 +19,23 @@ from keel.kernels.flash_common import (
     add_bias,
     can_use_tma,
     compute_capability,
-    descriptor,
     device_plan,
     fitted,
-    grid_and_counter,
+    grid_size,
     has_small_smem,
     keys_per_row,
-    launch,
     load_tile,
     padded,
     raise_max,
     score_arguments,
+    score_tensors,
     section_heads,
     store_rows,
+    strides,
     tanh,
+    work_counter,
 )
+from keel.kernels.launch import Prepared, launch
 from keel.masks import AttnMask
 from keel.meta import Scoring
 
@@ -114,7 +116,7 @@ def _tile(
     q_column = head.to(tl.int64) * stride_qh
     q = load_tile(Q, first_row, q_column, stride_qt, tq, BM, D, BLOCK_D, True, False)
     if WANT_MAX:
-        seen_top = tl.load(MAX_LOGITS + head).to(tl.float32, bitcast=True)
+        seen_top = tl.load(MAX_LOGITS + head)
     position = i
     slope = 0.0
     if HAS_ALIBI:
@@ -265,6 +267,30 @@ def forward(
     With `accumulate`, out is fp32 and (out, lse) hold a partial result to merge into. The scale
     must be positive. Last dims are contiguous; lse is contiguous.
     """
+    launch(
+        flash_fwd_kernel,
+        (mask, scoring.scale, scoring.softcap, accumulate, sm_margin, config),
+        {
+            **{"Q": q, "K": k, "V": v, "OUT": out, "LSE": lse, "MAX_LOGITS": max_logits},
+            **{"SINK": scoring.sink, **score_tensors(scoring)},
+            "COUNTER": work_counter(sm_margin, q.device),
+        },
+        lambda: _prepare(q, k, v, mask, scoring, out, max_logits, accumulate, sm_margin, config),
+    )
+
+
+def _prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: AttnMask,
+    scoring: Scoring,
+    out: torch.Tensor,
+    max_logits: torch.Tensor | None,
+    accumulate: bool,
+    sm_margin: int,
+    config: TileConfig | None,
+) -> Prepared | None:
     (tq, hq, d), (tk, hk, dv) = q.shape, v.shape
     block_d, block_dv = padded(d), padded(dv)
     if config is None:
@@ -272,63 +298,34 @@ def forward(
         capability = compute_capability(q.device)
         config = choose_config(capability, max(block_d, block_dv), q.dtype, width)
         config = fitted(config, scoring.bias is not None)
-    tma = config.tma and tk > 0 and can_use_tma(k, v)
     plan, arrays = device_plan(mask, config.block_m, config.block_n, q.device)
-    section = section_heads(hq, hk, tk * (d + dv) * k.element_size(), plan.q_work, q.device)
     num_work = plan.num_q_tiles * hq
     if num_work == 0:
-        return
-    grid, counter = grid_and_counter(num_work, sm_margin, q.device)
-    score_pointers, score_numbers, score_flags = score_arguments(scoring, q, tk)
-    constants = {
+        return None
+    tma = config.tma and tk > 0 and can_use_tma(k, v)
+    kv_bytes = tk * (d + dv) * k.element_size()
+    arguments = {
+        **{"ORDER": arrays["q_order"], "PTR": arrays["q_ptr"], "SPLIT": arrays["q_split"]},
+        **{"RUNS": arrays["q_runs"], "ROW_LO": arrays["row_lo"], "ROW_HI": arrays["row_hi"]},
+        **{"tq": tq, "tk": tk, "num_tiles": plan.num_q_tiles, "num_work": num_work},
+        **{"num_heads": hq, "group": hq // hk},
+        "section": section_heads(hq, hk, kv_bytes, plan.q_work, q.device),
+        **strides(q=q, k=k, v=v, o=out),
+        **score_arguments(scoring, hq, tq, tk),
         **{"D": d, "DV": dv, "BLOCK_D": block_d, "BLOCK_DV": block_dv},
-        **{"BM": config.block_m, "BN": config.block_n, **score_flags},
+        **{"BM": config.block_m, "BN": config.block_n},
         "HAS_SINK": scoring.sink is not None,
         "WANT_MAX": max_logits is not None,
         "ACCUMULATE": accumulate,
-        "PERSISTENT": counter is not None,
+        "PERSISTENT": sm_margin > 0,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "TMA": tma,
         "PTX": HAS_PTX,
     }
-    key = (q.dtype, config, *constants.values())
-    launch(
-        "flash_fwd",
-        key,
-        lambda: flash_fwd_kernel[(grid,)](
-            Q=q,
-            K=descriptor(k, config.block_n) if tma else k,
-            V=descriptor(v, config.block_n) if tma else v,
-            OUT=out,
-            LSE=lse,
-            MAX_LOGITS=None if max_logits is None else max_logits.view(torch.int32),
-            SINK=scoring.sink,
-            ORDER=arrays["q_order"],
-            PTR=arrays["q_ptr"],
-            SPLIT=arrays["q_split"],
-            RUNS=arrays["q_runs"],
-            ROW_LO=arrays["row_lo"],
-            ROW_HI=arrays["row_hi"],
-            COUNTER=counter,
-            tq=tq,
-            tk=tk,
-            num_tiles=plan.num_q_tiles,
-            section=section,
-            num_heads=hq,
-            group=hq // hk,
-            num_work=num_work,
-            stride_qt=q.stride(0),
-            stride_qh=q.stride(1),
-            stride_kt=k.stride(0),
-            stride_kh=k.stride(1),
-            stride_vt=v.stride(0),
-            stride_vh=v.stride(1),
-            stride_ot=out.stride(0),
-            stride_oh=out.stride(1),
-            **score_pointers,
-            **score_numbers,
-            **constants,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        ),
+    return Prepared(
+        (grid_size(num_work, sm_margin, q.device),),
+        arguments,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        streamed={"K": config.block_n, "V": config.block_n} if tma else {},
     )
