@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -163,6 +164,45 @@ def test_cuda_graph_capture():
     fresh, fresh_meta = flex_flash_attn_func(q, k, v, mask, return_max_logits=True)
     assert torch.equal(out, fresh) and not torch.equal(out, eager)
     assert torch.equal(meta.max_logits, fresh_meta.max_logits)
+
+
+def test_graphs_keep_what_they_point_to(monkeypatch):
+    """A captured launch reads its tile plan at every replay, long after the caches forgot it."""
+    from keel.kernels import launch
+    from keel.tiling import plan_tiles
+
+    q, k, v = torch.randn(3, 900, 4, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    mask = masks.documents([0, 123, 900], causal=True)
+    expected, _ = flex_flash_attn_func(q, k, v, mask)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = flex_flash_attn_func(q, k, v, mask)
+    monkeypatch.setattr(launch, "MAX_RECIPES", 1)
+    flex_flash_attn_func(q, k, v, masks.causal(900))
+    plan_tiles.cache_clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    garbage = [torch.full((1 << 20,), 1 << 20, dtype=torch.int32, device="cuda") for _ in range(20)]
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, expected) and len(garbage) == 20
+
+
+def test_pointers_that_are_not_aligned():
+    """The same layout at another offset: a variant compiled for aligned pointers must not run."""
+    tokens = 300
+    storage = torch.randn(4, tokens * 2 * 64 + 8, device="cuda", dtype=torch.bfloat16)
+    for offset in (0, 1, 4, 0):
+        given = [
+            storage[n, offset : offset + tokens * 2 * 64].view(tokens, 2, 64) for n in range(4)
+        ]
+        *leaves, dout = (x.detach().requires_grad_() for x in given)
+        results = []
+        for backend in ("triton", "reference"):
+            out, _ = flex_flash_attn_func(*leaves, masks.causal(tokens), backend=backend)
+            results.append([out, *torch.autograd.grad(out, leaves, dout)])
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected, atol=3e-2, rtol=3e-2)
 
 
 def test_compiled_training_step():
