@@ -2,12 +2,12 @@
 
 Plan of a mask for tiles of block_m queries x block_n keys:
 
-- ``q_runs``: per q tile, runs [start, end) of k tiles, masked ("partial") runs first, then full
-  ones. A partial run names the *row set* to mask with: one key interval [lo, hi) per row.
+- ``q``: per q tile, runs [start, end) of k tiles, masked ("partial") runs first, then full ones.
+  A partial run names the *row set* to mask with: one key interval [lo, hi) per row.
   A row with several intervals in one tile appears in several row sets, which are disjoint.
   ``ramps`` holds them piece by piece; `draw_row_sets` writes the rows out where they are needed.
-- ``k_runs``: the same blocks transposed, per k tile, for the backward.
-- ``q_order`` / ``k_order``: tiles by falling work, so that the longest start first.
+- ``k``: the same blocks transposed, per k tile, for the backward.
+- Both come with their tiles by falling work, so that the longest start first.
 
 A block is full when every one of its block_m x block_n pairs attends; blocks that hang over the
 end of a tensor are therefore partial, and kernels need no bounds checks on full ones.
@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from keel.masks.arrays import Ints, order_by, ragged_arange
+from keel.masks.arrays import Ints, order_by, ragged_arange, sort_with_index
 from keel.masks.intervals import RowIntervals
 from keel.masks.mask import AttnMask
 
@@ -46,31 +46,33 @@ class TileWork(NamedTuple):
     tiles: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TileLists:
+    """int32: for each of n tiles of one side, runs of tiles of the other side."""
+
+    order: Int32s
+    """(n,) tiles, most work first."""
+    ptr: Int32s
+    """(n + 1,) runs of tile t are ptr[t]:ptr[t+1] ..."""
+    split: Int32s
+    """(n,) ... of which those before split[t] are partial, the others full."""
+    runs: Int32s
+    """(runs, 3): first tile, end tile, row set; -1 when full."""
+    work: TileWork
+
+
 @dataclass(frozen=True, eq=False)
 class TilePlan:
-    """int32 arrays; n = num_q_tiles, m = num_k_tiles, s = number of row sets."""
+    """The tiles of a mask; n = num_q_tiles."""
 
     tq: int
     tk: int
     block_m: int
     block_n: int
-    q_order: Int32s
-    """(n,) q tiles, most work first."""
-    q_ptr: Int32s
-    """(n + 1,) runs of q tile t are q_ptr[t]:q_ptr[t+1] ..."""
-    q_split: Int32s
-    """(n,) ... of which those before q_split[t] are partial, the others full."""
-    q_runs: Int32s
-    """(runs, 3): first k tile, end k tile, row set (-1 when full)."""
-    k_order: Int32s
-    """(m,) k tiles, most work first."""
-    k_ptr: Int32s
-    """(m + 1,) as q_ptr."""
-    k_split: Int32s
-    """(m,) as q_split."""
-    k_runs: Int32s
-    """(runs, 3): first q tile, end q tile, set number r (-1 when full): the row set of a q tile
-    is set_base[q tile] + r."""
+    q: TileLists
+    """Per q tile, runs of k tiles."""
+    blocks: _Runs
+    """What both lists are made of."""
     set_base: Int32s
     """(n,) first row set of each q tile."""
     num_row_sets: int
@@ -78,34 +80,36 @@ class TilePlan:
     """(r, 7): row set, first row in its tile, rows, lo, step of lo, hi, step of hi: what row sets
     hold, piece by piece. Rows of no piece see nothing."""
 
-    q_work: TileWork
-    k_work: TileWork
-
-    SECTIONS = (
-        *("q_order", "q_ptr", "q_split", "q_runs", "k_order", "k_ptr", "k_split", "k_runs"),
-        *("set_base", "ramps"),
-    )
-
     @property
     def num_q_tiles(self) -> int:
-        return len(self.q_order)
+        return -(-self.tq // self.block_m)
 
     @property
     def num_k_tiles(self) -> int:
-        return len(self.k_order)
+        return -(-self.tk // self.block_n)
+
+    @functools.cached_property
+    def k(self) -> TileLists:
+        """Per k tile, runs of q tiles; made when a backward first asks for it.
+
+        In place of a row set, runs hold a set number r: the row set of a q tile is
+        set_base[q tile] + r.
+        """
+        flipped = _transpose(self.blocks, self.num_q_tiles, self.num_k_tiles)
+        return _lists(flipped, self.num_k_tiles, flipped.index)
 
     @functools.cached_property
     def num_full(self) -> int:
         """Full blocks."""
-        return self._count(self.q_runs[:, 2] < 0)
+        return self._count(self.q.runs[:, 2] < 0)
 
     @functools.cached_property
     def num_partial(self) -> int:
         """Partial blocks; a block with several row sets counts once for each."""
-        return self._count(self.q_runs[:, 2] >= 0)
+        return self._count(self.q.runs[:, 2] >= 0)
 
     def _count(self, which: NDArray[np.bool_]) -> int:
-        runs = self.q_runs[which].astype(np.int64)
+        runs = self.q.runs[which].astype(np.int64)
         return int((runs[:, 1] - runs[:, 0]).sum())
 
     @functools.cached_property
@@ -113,18 +117,23 @@ class TilePlan:
         """`draw_row_sets` of this plan, on the CPU."""
         return draw_row_sets(torch.from_numpy(self.ramps), self.num_row_sets, self.block_m)
 
-    def pack(self) -> tuple[Int32s, dict[str, tuple[int, int]]]:
-        """All arrays in one buffer, for one copy to a device, with (offset, length) of each."""
-        place: dict[str, tuple[int, int]] = {}
+    def pack(self, side: Literal["q", "k"]) -> tuple[Int32s, dict[str, tuple[int, int]]]:
+        """The arrays of one side in one buffer, for one copy to a device: (buffer, places).
+
+        A place is the (offset, length) of an array, by its name.
+        """
+        lists = self.q if side == "q" else self.k
+        arrays = {name: getattr(lists, name) for name in ("order", "ptr", "split", "runs")}
+        arrays |= {"set_base": self.set_base, "ramps": self.ramps}
+        places: dict[str, tuple[int, int]] = {}
         size = 0
-        for name in self.SECTIONS:
-            length = getattr(self, name).size
-            place[name] = (size, length)
-            size += -(-max(length, 1) // _ALIGN) * _ALIGN
+        for name, array in arrays.items():
+            places[name] = (size, array.size)
+            size += -(-max(array.size, 1) // _ALIGN) * _ALIGN
         buffer = np.zeros(size, np.int32)
-        for name, (offset, length) in place.items():
-            buffer[offset : offset + length] = getattr(self, name).reshape(-1)
-        return buffer, place
+        for name, (offset, length) in places.items():
+            buffer[offset : offset + length] = arrays[name].reshape(-1)
+        return buffer, places
 
     def describe(self) -> str:
         """One line for people."""
@@ -132,7 +141,7 @@ class TilePlan:
         return (
             f"{self.tq} x {self.tk} in tiles of {self.block_m} x {self.block_n}: "
             f"{self.num_full} full + {self.num_partial} partial of {blocks} blocks, "
-            f"{len(self.q_runs)} runs, {self.num_row_sets} row sets"
+            f"{len(self.q.runs)} runs, {self.num_row_sets} row sets"
         )
 
 
@@ -148,28 +157,17 @@ def plan_tiles(mask: AttnMask, block_m: int, block_n: int) -> TilePlan:
     set_base = np.cumsum(num_sets) - num_sets
     full = _full_runs(pieces, num_k, block_m, block_n)
     runs = _with_partial(full, pieces, num_sets, num_k, block_n)
-    q_order, q_ptr, q_split, q_work = _index_runs(runs, num_q)
     row_set = np.where(runs.index < 0, -1, set_base[runs.lane] + runs.index)
-    flipped = _transpose(runs, num_q, num_k)
-    k_order, k_ptr, k_split, k_work = _index_runs(flipped, num_k)
     return TilePlan(
         tq=mask.tq,
         tk=mask.tk,
         block_m=block_m,
         block_n=block_n,
-        q_order=q_order,
-        q_ptr=q_ptr,
-        q_split=q_split,
-        q_runs=_columns(runs.start, runs.end, row_set),
-        k_order=k_order,
-        k_ptr=k_ptr,
-        k_split=k_split,
-        k_runs=_columns(flipped.start, flipped.end, flipped.index),
+        q=_lists(runs, num_q, row_set),
+        blocks=runs,
         set_base=set_base.astype(np.int32),
         num_row_sets=int(num_sets.sum()),
         ramps=_ramps(pieces, set_base, block_m),
-        q_work=q_work,
-        k_work=k_work,
     )
 
 
@@ -261,8 +259,7 @@ def _sweep(
     stride = length + 1
     key = np.concatenate([lane * stride + start, lane * stride + end])
     change = np.concatenate([weight, -weight])
-    order = order_by(key)
-    key = key[order]
+    key, order = sort_with_index(key)
     level = np.cumsum(change[order])[:-1]
     inside = (key[1:] > key[:-1]) & (level > 0 if need is None else level == need)
     first, last = key[:-1][inside], key[1:][inside]
@@ -316,17 +313,19 @@ def _cells(lane: Ints, start: Ints, end: Ints, stride: int) -> Ints:
     return np.sort(cells)
 
 
-def _index_runs(runs: _Runs, num_lanes: int) -> tuple[Int32s, Int32s, Int32s, TileWork]:
-    """Where the runs of each lane lie: (lanes by falling work, ptr, split, work)."""
+def _lists(runs: _Runs, num_lanes: int, row_set: Ints) -> TileLists:
     is_partial = runs.index >= 0
     ptr = np.concatenate([[0], np.cumsum(np.bincount(runs.lane, minlength=num_lanes))])
     split = ptr[:-1] + np.bincount(runs.lane[is_partial], minlength=num_lanes)
     cost = (runs.end - runs.start) * np.where(is_partial, PARTIAL_COST, 1.0)
     work = np.bincount(runs.lane, weights=cost, minlength=num_lanes)
-    longest_first = np.argsort(-work, kind="stable")
-    total = TileWork(float(work.max(initial=0)), float(work.sum()), num_lanes)
-    arrays = (x.astype(np.int32) for x in (longest_first, ptr, split))
-    return *arrays, total  # type: ignore[return-value]
+    return TileLists(
+        order=np.argsort(-work, kind="stable").astype(np.int32),
+        ptr=ptr.astype(np.int32),
+        split=split.astype(np.int32),
+        runs=_columns(runs.start, runs.end, row_set),
+        work=TileWork(float(work.max(initial=0)), float(work.sum()), num_lanes),
+    )
 
 
 def _columns(*columns: Ints) -> Int32s:

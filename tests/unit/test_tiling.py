@@ -28,7 +28,7 @@ def q_major(plan: TilePlan) -> list[list[Block]]:
     """The blocks of each q tile in the order of its runs."""
     tiles = []
     for tile in range(plan.num_q_tiles):
-        runs = plan.q_runs[plan.q_ptr[tile] : plan.q_ptr[tile + 1]].tolist()
+        runs = plan.q.runs[plan.q.ptr[tile] : plan.q.ptr[tile + 1]].tolist()
         tiles.append([(tile, k, row_set) for a, b, row_set in runs for k in range(a, b)])
     return tiles
 
@@ -37,7 +37,7 @@ def k_major(plan: TilePlan) -> list[list[Block]]:
     """The blocks of each k tile, with set numbers turned back into row sets."""
     tiles = []
     for tile in range(plan.num_k_tiles):
-        runs = plan.k_runs[plan.k_ptr[tile] : plan.k_ptr[tile + 1]].tolist()
+        runs = plan.k.runs[plan.k.ptr[tile] : plan.k.ptr[tile + 1]].tolist()
         tiles.append(
             [
                 (q, tile, -1 if number < 0 else int(plan.set_base[q]) + number)
@@ -99,8 +99,8 @@ def test_full_means_full(mask: AttnMask, block_m: int, block_n: int) -> None:
 def test_runs_are_ordered_and_maximal(mask: AttnMask, block_m: int, block_n: int) -> None:
     plan = plan_tiles(mask, block_m, block_n)
     for ptr, split, runs, limit in (
-        (plan.q_ptr, plan.q_split, plan.q_runs, plan.num_k_tiles),
-        (plan.k_ptr, plan.k_split, plan.k_runs, plan.num_q_tiles),
+        (plan.q.ptr, plan.q.split, plan.q.runs, plan.num_k_tiles),
+        (plan.k.ptr, plan.k.split, plan.k.runs, plan.num_q_tiles),
     ):
         assert ptr[0] == 0 and ptr[-1] == len(runs) and np.all(np.diff(ptr) >= 0)
         assert np.all((runs[:, 0] >= 0) & (runs[:, 0] < runs[:, 1]) & (runs[:, 1] <= limit))
@@ -128,8 +128,8 @@ def test_transposed_lists_hold_the_same_blocks(mask: AttnMask, block_m: int, blo
 def test_longest_first(mask: AttnMask, block_m: int, block_n: int) -> None:
     plan = plan_tiles(mask, block_m, block_n)
     for order, tiles, summary in (
-        (plan.q_order, q_major(plan), plan.q_work),
-        (plan.k_order, k_major(plan), plan.k_work),
+        (plan.q.order, q_major(plan), plan.q.work),
+        (plan.k.order, k_major(plan), plan.k.work),
     ):
         assert sorted(order.tolist()) == list(range(len(tiles)))
         work = [sum(1.0 if s < 0 else PARTIAL_COST for _, _, s in tiles[t]) for t in order.tolist()]
@@ -158,19 +158,19 @@ def test_row_sets(mask: AttnMask, block_m: int, block_n: int) -> None:
 @given(attn_masks(), sizes, sizes)
 def test_pack_round_trips(mask: AttnMask, block_m: int, block_n: int) -> None:
     plan = plan_tiles(mask, block_m, block_n)
-    buffer, place = plan.pack()
-    assert buffer.dtype == np.int32 and buffer.ndim == 1 and set(place) == set(plan.SECTIONS)
-    end = 0
-    for name in plan.SECTIONS:
-        offset, length = place[name]
-        assert offset >= end and offset * 4 % 128 == 0
-        section = getattr(plan, name)
-        assert section.dtype == np.int32
-        np.testing.assert_array_equal(
-            buffer[offset : offset + length].reshape(section.shape), section
-        )
-        end = offset + length
-    assert end <= len(buffer)
+    for side, lists in (("q", plan.q), ("k", plan.k)):
+        buffer, places = plan.pack(side)
+        assert buffer.dtype == np.int32 and buffer.ndim == 1
+        end = 0
+        for name, (offset, length) in places.items():
+            assert offset >= end and offset * 4 % 128 == 0
+            section = getattr(plan if name in ("set_base", "ramps") else lists, name)
+            assert section.dtype == np.int32
+            np.testing.assert_array_equal(
+                buffer[offset : offset + length].reshape(section.shape), section
+            )
+            end = offset + length
+        assert end <= len(buffer) and len(places) == 6
 
 
 @pytest.mark.parametrize(("tq", "tk"), [(0, 0), (0, 7), (7, 0), (7, 5)])
@@ -179,12 +179,13 @@ def test_nothing_to_attend(tq: int, tk: int, sliced: bool) -> None:
     empty_slices = [masks.AttnSlice(0, tq, 0, 0), masks.AttnSlice(0, 0, 0, tk)]
     plan = plan_tiles(AttnMask(empty_slices if sliced else [], tq, tk), 4, 2)
     assert (plan.num_q_tiles, plan.num_k_tiles) == (-(-tq // 4), -(-tk // 2))
-    assert plan.num_full == plan.num_partial == len(plan.q_runs) == len(plan.k_runs) == 0
-    assert len(plan.q_ptr) == plan.num_q_tiles + 1 and not plan.q_ptr.any()
-    assert len(plan.k_ptr) == plan.num_k_tiles + 1 and not plan.k_ptr.any()
+    assert plan.num_full == plan.num_partial == len(plan.q.runs) == len(plan.k.runs) == 0
+    assert len(plan.q.ptr) == plan.num_q_tiles + 1 and not plan.q.ptr.any()
+    assert len(plan.k.ptr) == plan.num_k_tiles + 1 and not plan.k.ptr.any()
     assert [x.shape for x in plan.row_sets] == [(0, 4), (0, 4)]
-    assert sorted(plan.q_order.tolist()) == list(range(plan.num_q_tiles))
-    plan.pack()
+    assert sorted(plan.q.order.tolist()) == list(range(plan.num_q_tiles))
+    plan.pack("q")
+    plan.pack("k")
 
 
 def test_describe() -> None:
@@ -250,7 +251,7 @@ def test_planning_is_fast(
 ) -> None:
     best = seconds(
         lambda n: make(count, tokens, seed=n),  # fresh: row intervals count too
-        lambda mask: plan_tiles(mask, 128, 64).pack(),
+        lambda mask: [plan_tiles(mask, 128, 64).pack(side) for side in ("q", "k")],
         bar,
     )
     plan_tiles.cache_clear()
@@ -277,7 +278,7 @@ def test_a_plan_grows_with_tiles_not_with_blocks() -> None:
     assert seconds(lambda _: masks.causal(tokens), plan, 0.3) <= 0.3
     huge = plan(masks.causal(tokens))
     tiles = huge.num_q_tiles + huge.num_k_tiles
-    assert len(huge.q_runs) + len(huge.k_runs) <= 2 * tiles
-    assert huge.pack()[0].nbytes <= 8 * tokens + 64 * tiles
+    assert len(huge.q.runs) + len(huge.k.runs) <= 2 * tiles
+    assert huge.pack("k")[0].nbytes <= 8 * tokens + 64 * tiles
     assert huge.num_full * 128 * 64 > 0.99 * masks.causal(tokens).area()
     plan_tiles.cache_clear()

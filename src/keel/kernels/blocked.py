@@ -156,7 +156,7 @@ class _Walk:
 
     def _blocks(self, tile: int, rows: slice) -> Iterator[tuple[slice, torch.Tensor | None]]:
         plan, num_rows = self.plan, rows.stop - rows.start
-        for start, end, row_set in plan.q_runs[plan.q_ptr[tile] : plan.q_ptr[tile + 1]].tolist():
+        for start, end, row_set in plan.q.runs[plan.q.ptr[tile] : plan.q.ptr[tile + 1]].tolist():
             first, last = start * plan.block_n, min(end * plan.block_n, plan.tk)
             for col in range(first, last, MAX_COLUMNS):
                 cols = slice(col, min(col + MAX_COLUMNS, last))

@@ -531,16 +531,14 @@ class _Given:
 def _launch_dkdv(given: _Given, dk: torch.Tensor, dv: torch.Tensor) -> None:
     def prepare() -> Prepared | None:
         config, _ = given.chosen_configs()
-        plan, arrays = device_plan(given.mask, config.block_m, config.block_n, dk.device)
+        plan, arrays = device_plan(given.mask, config.block_m, config.block_n, "k", dk.device)
         (tq, hq, d), (_, hk, dim_v) = given.q.shape, given.v.shape
         row_bytes = tq * (hq // hk) * (d + dim_v) * dk.element_size()
         return given.prepared(
             *(config, plan.num_k_tiles, hk, ("Q", "DOUT"), config.block_m),
             {
-                **{"ORDER": arrays["k_order"], "PTR": arrays["k_ptr"], "SPLIT": arrays["k_split"]},
-                **{"RUNS": arrays["k_runs"], "SET_BASE": arrays["set_base"]},
-                **{"ROW_LO": arrays["row_lo"], "ROW_HI": arrays["row_hi"]},
-                "section": section_heads(hk, hk, row_bytes, plan.k_work, dk.device),
+                **arrays,
+                "section": section_heads(hk, hk, row_bytes, plan.k.work, dk.device),
                 **strides(dk=dk, dv=dv),
             },
         )
@@ -552,17 +550,15 @@ def _launch_dkdv(given: _Given, dk: torch.Tensor, dv: torch.Tensor) -> None:
 def _launch_dq(given: _Given, dq: torch.Tensor, dbias: torch.Tensor | None) -> None:
     def prepare() -> Prepared | None:
         _, config = given.chosen_configs()
-        plan, arrays = device_plan(given.mask, config.block_m, config.block_n, dq.device)
+        plan, arrays = device_plan(given.mask, config.block_m, config.block_n, "q", dq.device)
         (tq, hq, d), (tk, hk, dim_v) = given.q.shape, given.v.shape
         kv_bytes = tk * (d + dim_v) * dq.element_size()
         bias_strides = (0, 0, 0) if dbias is None else dbias.expand(hq, tq, tk).stride()
         return given.prepared(
             *(config, plan.num_q_tiles, hq, ("K", "V"), config.block_n),
             {
-                **{"ORDER": arrays["q_order"], "PTR": arrays["q_ptr"], "SPLIT": arrays["q_split"]},
-                **{"RUNS": arrays["q_runs"]},
-                **{"ROW_LO": arrays["row_lo"], "ROW_HI": arrays["row_hi"]},
-                "section": section_heads(hq, hk, kv_bytes, plan.q_work, dq.device),
+                **arrays,
+                "section": section_heads(hq, hk, kv_bytes, plan.q.work, dq.device),
                 **strides(dq=dq),
                 **dict(zip(("stride_dbh", "stride_dbi", "stride_dbj"), bias_strides, strict=True)),
                 "WANT_DBIAS": dbias is not None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -208,35 +208,41 @@ def can_use_tma(*tensors: torch.Tensor) -> bool:
     )
 
 
-_device_plans: weakref.WeakKeyDictionary[TilePlan, dict[torch.device, dict[str, torch.Tensor]]] = (
+_device_plans: weakref.WeakKeyDictionary[TilePlan, dict[Any, dict[str, torch.Tensor]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def device_plan(
-    mask: AttnMask, block_m: int, block_n: int, device: torch.device
+    mask: AttnMask,
+    block_m: int,
+    block_n: int,
+    side: Literal["q", "k"],
+    device: torch.device,
 ) -> tuple[TilePlan, dict[str, torch.Tensor]]:
-    """The plan and its arrays on the device, copied there once."""
+    """The plan, and the arrays of one side as kernel arguments, copied to the device once."""
     plan = plan_tiles(mask, block_m, block_n)
     on_devices = _device_plans.setdefault(plan, {})
-    if device not in on_devices:
+    if (device, side) not in on_devices:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "this mask was never used on this device, and its tile plan cannot be copied "
                 "there during CUDA graph capture: call the attention once before capturing"
             )
-        buffer, place = plan.pack()
+        buffer, places = plan.pack(side)
         packed = torch.from_numpy(buffer).to(device)
         arrays = {
-            name: packed[offset : offset + max(length, 1)]
-            for name, (offset, length) in place.items()
+            name.upper(): packed[offset : offset + max(length, 1)]
+            for name, (offset, length) in places.items()
         }
-        offset, length = place["ramps"]
+        offset, length = places["ramps"]
         ramps = packed[offset : offset + length].view(-1, plan.ramps.shape[1])
-        drawn = draw_row_sets(ramps, plan.num_row_sets, plan.block_m)
-        arrays["row_lo"], arrays["row_hi"] = drawn
-        on_devices[device] = arrays
-    return plan, on_devices[device]
+        lo, hi = draw_row_sets(ramps, plan.num_row_sets, plan.block_m)
+        del arrays["RAMPS"]
+        if side == "q":  # its runs name row sets themselves
+            del arrays["SET_BASE"]
+        on_devices[device, side] = {**arrays, "ROW_LO": lo, "ROW_HI": hi}
+    return plan, on_devices[device, side]
 
 
 @functools.cache

@@ -298,18 +298,17 @@ def _prepare(
         capability = compute_capability(q.device)
         config = choose_config(capability, max(block_d, block_dv), q.dtype, width)
         config = fitted(config, scoring.bias is not None)
-    plan, arrays = device_plan(mask, config.block_m, config.block_n, q.device)
+    plan, arrays = device_plan(mask, config.block_m, config.block_n, "q", q.device)
     num_work = plan.num_q_tiles * hq
     if num_work == 0:
         return None
     tma = config.tma and tk > 0 and can_use_tma(k, v)
     kv_bytes = tk * (d + dv) * k.element_size()
     arguments = {
-        **{"ORDER": arrays["q_order"], "PTR": arrays["q_ptr"], "SPLIT": arrays["q_split"]},
-        **{"RUNS": arrays["q_runs"], "ROW_LO": arrays["row_lo"], "ROW_HI": arrays["row_hi"]},
+        **arrays,
         **{"tq": tq, "tk": tk, "num_tiles": plan.num_q_tiles, "num_work": num_work},
         **{"num_heads": hq, "group": hq // hk},
-        "section": section_heads(hq, hk, kv_bytes, plan.q_work, q.device),
+        "section": section_heads(hq, hk, kv_bytes, plan.q.work, q.device),
         **strides(q=q, k=k, v=v, o=out),
         **score_arguments(scoring, hq, tq, tk),
         **{"D": d, "DV": dv, "BLOCK_D": block_d, "BLOCK_DV": block_dv},

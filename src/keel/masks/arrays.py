@@ -31,20 +31,30 @@ def distinct(values: Ints) -> Ints:
     return values[keep]
 
 
+def sort_with_index(key: Ints) -> tuple[Ints, Ints]:
+    """(sorted, order) of non-negative integers, stable: sorted == key[order].
+
+    Sorting values is two to four times faster than sorting an index, so key and index are packed
+    into one integer where 63 bits are enough for both.
+    """
+    width = len(key).bit_length()
+    if int(key.max(initial=0)).bit_length() + width > 63:
+        order = np.argsort(key, kind="stable")
+        return key[order], order
+    packed = ascending((key << width) | np.arange(len(key)))
+    return packed >> width, packed & ((1 << width) - 1)
+
+
 def order_by(*keys: Ints) -> Ints:
     """The stable order by non-negative keys, the most significant first.
-
-    Sorting values is two to four times faster than sorting an index, so keys and index are
-    packed into one integer where 63 bits are enough for them.
 
     >>> order_by(np.array([1, 0, 1]), np.array([5, 7, 4])).tolist()
     [1, 2, 0]
     """
-    count = len(keys[0])
-    widths = [int(key.max(initial=0)).bit_length() for key in keys] + [count.bit_length()]
+    widths = [int(key.max(initial=0)).bit_length() for key in keys]
     if sum(widths) > 63:
         return np.lexsort(keys[::-1])
     packed = keys[0]
-    for key, width in zip((*keys[1:], np.arange(count)), widths[1:], strict=True):
+    for key, width in zip(keys[1:], widths[1:], strict=True):
         packed = (packed << width) | key
-    return ascending(packed) & ((1 << widths[-1]) - 1)
+    return sort_with_index(packed)[1]
