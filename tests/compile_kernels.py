@@ -21,11 +21,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from keel.kernels import flash_bwd, flash_fwd
+from keel.kernels import flash_bwd, flash_fwd, softmax
 from keel.kernels.flash_common import TileConfig, fitted, padded
+from keel.kernels.softmax import RowConfig
 
-POINTERS_16 = {"Q", "K", "V", "OUT", "DOUT", "DK", "DVAL", "DQ"}
-POINTERS_32F = {"LSE", "LSE2", "DELTA", "SINK", "SLOPES", "DBIAS", "BIAS", "DLSE"}
+POINTERS_16 = {"Q", "K", "V", "OUT", "DOUT", "DK", "DVAL", "DQ", "X", "Y", "DY", "DX"}
+POINTERS_32F = {"LSE", "LSE2", "DELTA", "SINK", "SLOPES", "DBIAS", "BIAS", "DLSE", "MAX_LOGITS"}
+POINTERS_8 = {"MASK"}
 FLOATS = {"scale", "softcap"}
 OPTIONS = {"HAS_BIAS", "HAS_SOFTCAP", "HAS_ALIBI"}
 POINTER_OF = {
@@ -40,7 +42,11 @@ STREAMED = {  # what a kernel may read through TMA descriptors, and the block of
 
 
 def compile_variant(
-    kernel: Any, constants: dict[str, Any], config: TileConfig, arch: int, dtype: str = "bf16"
+    kernel: Any,
+    constants: dict[str, Any],
+    config: TileConfig | RowConfig,
+    arch: int,
+    dtype: str = "bf16",
 ) -> Any:
     """The compiled kernel, with strides and pointers marked divisible by 16 as in real calls."""
     signature, attrs, constexprs = {}, {}, {}
@@ -48,7 +54,7 @@ def compile_variant(
         if name in constants:
             signature[name], constexprs[name] = "constexpr", constants[name]
             continue
-        if name in STREAMED.get(kernel.__name__, {}) and constants["TMA"]:
+        if name in STREAMED.get(kernel.__name__, {}) and constants.get("TMA"):
             rows, dim = (constants[x] for x in STREAMED[kernel.__name__][name])
             signature[name] = f"tensordesc<{dtype}[{rows}, {dim}]>"
             continue
@@ -56,16 +62,18 @@ def compile_variant(
             signature[name] = f"*{dtype}"
         elif name in POINTERS_32F:
             signature[name] = "*fp32"
+        elif name in POINTERS_8:
+            signature[name] = "*u8"
         elif name in FLOATS:
             signature[name] = "fp32"
         elif name.isupper():
             signature[name] = "*i32"
         else:
             signature[name] = "i32"
-        if name.isupper() or name.startswith("stride"):
+        if name.isupper() or name.startswith("stride") or name == "sk":
             attrs[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs, attrs)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    options = {"num_warps": config.num_warps, "num_stages": getattr(config, "num_stages", 3)}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
@@ -192,14 +200,38 @@ def backward_variants(
         yield kernel, constants, config
 
 
-def report(kernel: Any, constants: dict[str, Any], config: TileConfig, arch: int) -> None:
+def softmax_variants(arch: int):
+    """Tabled configs, plain, causal and masked: all of them for the GPU they were measured on."""
+    lengths = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
+    for sk in lengths if arch == 90 else (512, 8192, 65_536):
+        for causal, masked in ((False, False), (True, False), (False, True)):
+            for direction in ("forward", "backward"):
+                config = softmax.choose_config(sk, direction, causal, masked)
+                constants: dict[str, Any] = softmax._shape_constants(
+                    config, -sk, 0 if causal else sk, sk, sk, 0.0
+                )
+                constants |= {"PTX": True, "LSE": None}
+                if direction == "forward":
+                    flags = ("HAS_SINK", "UNIFORM", "WANT_LSE", "HEADS_FIRST")
+                    constants |= dict.fromkeys(flags, False) | {"WANT_MAX": True, "SINK": None}
+                    constants |= {"MASK_KIND": int(masked), "stride_mj": 1}
+                    constants |= {} if masked else {"MASK": None}
+                    yield softmax.softmax_fwd_kernel, constants, config
+                elif not masked:
+                    constants |= {"HAS_LSE": False, "WANT_DOT": False, "X": None, "DOT": None}
+                    yield softmax.softmax_bwd_kernel, constants, config
+
+
+def report(
+    kernel: Any, constants: dict[str, Any], config: TileConfig | RowConfig, arch: int
+) -> None:
     compiled = compile_variant(kernel, constants, config, arch)
     flags = [n for n, x in constants.items() if x is True]
     line = {
         "kernel": kernel.__name__,
         "arch": arch,
-        "d": constants["D"],
-        "dv": constants["DV"],
+        "d": constants.get("D"),
+        "dv": constants.get("DV"),
         "config": list(astuple(config)),
         "flags": flags,
         **resources(compiled),
@@ -211,7 +243,7 @@ def report(kernel: Any, constants: dict[str, Any], config: TileConfig, arch: int
 def main(archs: list[int]) -> None:
     for arch in archs:
         done = set()
-        for kernel, constants, config in variants(arch):
+        for kernel, constants, config in (*variants(arch), *softmax_variants(arch)):
             key = (kernel.__name__, tuple(constants.items()), config)
             if key not in done:
                 done.add(key)

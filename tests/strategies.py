@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from keel.masks import AttnMask, AttnMaskType, AttnSlice
-
-# Busy machines stall; where time matters a test measures it. CI draws the same examples each time,
-# so that it judges the change and not the dice; other runs go on looking for new ones.
-settings.register_profile("keel", deadline=None, derandomize="CI" in os.environ)
-settings.load_profile("keel")
 
 
 @st.composite

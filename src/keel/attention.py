@@ -55,8 +55,8 @@ def flex_flash_attn_func(
             softcap; gets a gradient if it requires one.
         alibi_slopes: (hq,) adds -slope * abs(i + tk - tq - j), before the softcap.
         return_max_logits: fill `meta.max_logits`.
-        max_logits_out: (hq,) fp32 running maximum, raised in place; implies return_max_logits,
-            and `meta.max_logits` is this buffer.
+        max_logits_out: (hq,) fp32 (fp64 for fp64 inputs) running maximum, raised in place;
+            implies return_max_logits, and `meta.max_logits` is this buffer.
         deterministic: bitwise repeatable gradients; only a broadcast bias has to pay for it.
         sm_margin: SMs left free for other kernels, 0 <= sm_margin < SMs.
         backend: "auto", "triton", "blocked" or "reference"; an explicit one never falls back.

@@ -105,3 +105,40 @@ def merge(parts: Sequence[Partial]) -> Partial:
     if tops and len(tops) < len(parts):
         raise ValueError("some partial results carry max_logits and some do not")
     return out, lse, torch.stack(tops).amax(0) if tops else None
+
+
+def softmax(
+    x: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    band: tuple[int, int] | None = None,
+    uniform: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(probabilities (b, h, sq, sk), max_logits (h,)) of dense scores, step by step in `dtype`.
+
+    mask: integers hide where nonzero, floating point is added. Row i sees columns with
+    band[0] <= j - i <= band[1]. Rows that see nothing become 0, or 1 / sk if `uniform`.
+    """
+    h, sq, sk = x.shape[1:]
+    raw = x.to(dtype) * scale
+    logits = softcap * torch.tanh(raw / softcap) if softcap else raw
+    hidden = torch.zeros(1, 1, sq, sk, dtype=torch.bool, device=x.device)
+    if band is not None:
+        distance = torch.arange(sk, device=x.device) - torch.arange(sq, device=x.device)[:, None]
+        hidden = hidden | (distance < band[0]) | (distance > band[1])
+    if mask is not None and mask.is_floating_point():
+        raw, logits = raw + mask.to(dtype), logits + mask.to(dtype)
+    elif mask is not None:
+        hidden = hidden | (mask != 0)
+    raw, logits = raw.masked_fill(hidden, -torch.inf), logits.masked_fill(hidden, -torch.inf)
+    top = raw.detach().amax((0, 2, 3)) if raw.numel() else raw.new_full((h,), -torch.inf)
+    if sink is not None:
+        column = sink.to(dtype).view(1, h, 1, 1).expand(*x.shape[:3], 1)
+        return torch.softmax(torch.cat([logits, column], 3), 3)[..., :sk], top
+    empty = (logits == -torch.inf).all(3, keepdim=True)
+    prob = torch.softmax(logits.masked_fill(empty, 0.0), 3)
+    return prob.masked_fill(empty, 1.0 / max(sk, 1) if uniform else 0.0), top

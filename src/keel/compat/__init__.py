@@ -1,0 +1,1 @@
+"""Other libraries' names on Keel's kernels."""
