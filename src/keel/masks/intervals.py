@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from keel.masks.arrays import Ints, distinct, order_by, ragged_arange
 
@@ -123,7 +124,7 @@ def _crossings(bounds: Ints, pieces: Pieces) -> Ints:
     """
     strip, piece = _active(bounds, pieces)
     _, _, lo_base, lo_slope, hi_base, hi_slope = pieces
-    crowded = np.bincount(strip, minlength=len(bounds))[strip] > 1
+    crowded = _crowded(bounds, strip, piece, pieces)
     strip, piece = strip[crowded], piece[crowded]
     base = np.concatenate([lo_base[piece], hi_base[piece]])
     slope = np.concatenate([lo_slope[piece], hi_slope[piece]])
@@ -137,6 +138,21 @@ def _crossings(bounds: Ints, pieces: Pieces) -> Ints:
     where = np.repeat(moving[0], count)
     row, where = np.concatenate([row, row + 1]), np.tile(where, 2)
     return distinct(row[(row > bounds[where]) & (row < bounds[where + 1])])
+
+
+def _crowded(bounds: Ints, strip: Ints, piece: Ints, pieces: Pieces) -> NDArray[np.bool_]:
+    """Which active pieces are in strips where keys of two pieces meet: only there bounds cross."""
+    _, _, lo_base, lo_slope, hi_base, hi_slope = pieces
+    low = lo_base[piece] + lo_slope[piece] * bounds[strip]
+    high = hi_base[piece] + hi_slope[piece] * (bounds[strip + 1] - 1)
+    order = order_by(strip, low)
+    offset = strip[order] * (int(high.max()) + 1)  # keeps strips apart, as in `_merge`
+    reach = np.maximum.accumulate(high[order] + offset)
+    meets = low[order][1:] + offset[1:] <= reach[:-1]
+    meets &= strip[order][1:] == strip[order][:-1]
+    found = np.zeros(len(bounds), bool)
+    found[strip[order][1:][meets]] = True
+    return found[strip]
 
 
 def _merge(bounds: Ints, pieces: Pieces) -> RowIntervals:
