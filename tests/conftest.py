@@ -22,6 +22,11 @@ settings.register_profile("keel", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("keel")
 
 
+def pytest_runtest_setup() -> None:
+    if "CI" in os.environ:
+        torch.manual_seed(0)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # CPUs without bf16 instructions say at length that a slower product is used.
     config.addinivalue_line("filterwarnings", "ignore:mkldnn_matmul failed:UserWarning")
