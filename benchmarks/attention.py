@@ -20,11 +20,12 @@ import random
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from timing import time_calls, write_csv
 
 import keel
 from keel import masks, reference
@@ -193,28 +194,6 @@ def worst_error(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
         error = (x.detach().double() - ref).abs().max() / ref.abs().max()
         worst = max(worst, float("inf") if error.isnan() else float(error))
     return worst
-
-
-def time_calls(call: Callable[[], object], budget_ms: float) -> float:
-    """Milliseconds per call, over as many calls as fill the budget, after a third of it unmeasured.
-
-    The lead-in matters: power and clocks must be those of this call, not of the one before it.
-    """
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    call()
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    count = max(3, int(budget_ms / max(start.elapsed_time(end), 1e-3)))
-    for _ in range(count // 3):
-        call()
-    start.record()
-    for _ in range(count):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / count
 
 
 def graphed(call: Callable[[], object], times: int = 10) -> Callable[[], None]:
@@ -433,14 +412,7 @@ def main() -> None:
             print_ratios(fresh, ceiling)
             sys.stdout.flush()
             rows += fresh + cost
-    args.out.mkdir(parents=True, exist_ok=True)
-    with open(args.out / "attention.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, list(asdict(rows[0])), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(
-            {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in asdict(r).items()}
-            for r in rows
-        )
+    write_csv(rows, args.out / "attention.csv")
     plot(rows, args.out / "attention.png")
 
 

@@ -12,17 +12,17 @@ Results go to benchmarks/results/softmax.csv and .png.
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import importlib.util
 import random
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from timing import time_calls, write_csv
 
 import keel
 from keel.softmax import explain, scaled_masked_softmax
@@ -133,25 +133,6 @@ PROVIDERS: dict[str, Callable[[Problem, torch.Tensor | None], Softmax | None]] =
     "liger": liger,
     "te": transformer_engine,
 }
-
-
-def time_calls(call: Callable[[], object], budget_ms: float = 20) -> float:
-    """Milliseconds per call, over as many calls as fill the budget, after some unmeasured."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    call()
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    count = max(3, int(budget_ms / max(start.elapsed_time(end), 1e-3)))
-    for _ in range(count // 3):
-        call()
-    start.record()
-    for _ in range(count):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / count
 
 
 def copy_rate() -> float:
@@ -329,14 +310,7 @@ def main() -> None:
             row.gpu, row.triton = torch.cuda.get_device_name(), triton.__version__
         print_rows(fresh)
         rows += fresh
-    args.out.mkdir(parents=True, exist_ok=True)
-    with open(args.out / "softmax.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, list(asdict(rows[0])), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(
-            {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in asdict(r).items()}
-            for r in rows
-        )
+    write_csv(rows, args.out / "softmax.csv")
     print(classic_table(rows))
     plot(rows, args.out / "softmax.png")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -237,9 +238,24 @@ def overlapping_documents(count: int, tokens: int, seed: int) -> AttnMask:
     return masks.documents(bounds, causal=True, window=(64, 0), sink_tokens=4)
 
 
+def scattered_slices(count: int, tokens: int, seed: int) -> AttnMask:
+    """Slices of all types, up to 400 wide, anywhere: rows overlap, keys hardly."""
+    random = np.random.default_rng(seed)
+    sides = [
+        np.minimum(
+            random.integers(0, tokens, (count, 1)) + random.integers(0, 400, (count, 2)).cumsum(1),
+            tokens,
+        )
+        for _ in range(2)
+    ]
+    types = random.integers(0, 4, count)
+    return AttnMask.from_ranges(*map(torch.from_numpy, (*sides, types)), tokens, tokens)
+
+
 SPEED = [
     (packed_documents, 10_000, 1_048_576, 0.060),
     (overlapping_documents, 10_000, 1_048_576, 0.060),
+    (scattered_slices, 10_000, 1_048_576, 0.060),
     (packed_documents, 1_000, 131_072, 0.008),
 ]
 

@@ -440,10 +440,14 @@ def choose_config(sk: int, direction: str, banded: bool, masked: bool) -> RowCon
     """Measured on sm_90 with 16-bit scores; see benchmarks/LOG.md."""
     width = max(16, triton.next_power_of_2(sk))
     if direction == "forward":
+        if width > 65536 and banded and not masked:
+            return RowConfig(1, 8192, 32, False)
         if width > 32768:
             return RowConfig(1, 4096, 16, False)
         if width > 16384:
-            return RowConfig(1, 4096, 16, False) if masked else RowConfig(1, 2048, 8, False)
+            if masked:
+                return RowConfig(1, 4096, 16, False)
+            return RowConfig(1, 2048 if banded else 4096, 8, False)
         if width > 8192:
             return RowConfig(1, width, 16, True) if masked else RowConfig(1, 2048, 8, False)
         if width > 1024:
@@ -452,7 +456,7 @@ def choose_config(sk: int, direction: str, banded: bool, masked: bool) -> RowCon
             return RowConfig(1, width, warps, True)
         warps = 2 if banded and width <= 256 else 1
         return RowConfig(1024 * warps // width, width, warps, True)
-    if width > 16384:
+    if width > 32768 or (width > 16384 and not banded):
         return RowConfig(1, 8192, 32, False)
     if width > 8192:
         return RowConfig(1, 4096, 16, False)
@@ -460,7 +464,8 @@ def choose_config(sk: int, direction: str, banded: bool, masked: bool) -> RowCon
         warps = {2048: 2, 4096: 4, 8192: 4 if banded else 8}[width]
         return RowConfig(1, width, warps, True, packed=banded or width == 4096)
     if banded:
-        return RowConfig(max(1, 2048 // width if width <= 128 else 1024 // width), width, 1, True)
+        rows = 2048 // width if width in (128, 1024) else 1024 // width
+        return RowConfig(rows, width, 1, True)
     return RowConfig(max(1, 512 // width), width, 1, True)
 
 

@@ -21,7 +21,7 @@ from keel.masks import AttnMask
 from keel.masks.inputs import remembered
 from keel.nn.config import TransformerConfig, check_count, check_dropout, check_scale
 from keel.softmax.functional import scaled_masked_softmax
-from keel.softmax.modules import AttnMaskType, UsageError
+from keel.softmax.modules import AttnMaskType, UsageError, as_mask_type, hides_future
 
 Window = tuple[int, int]
 
@@ -85,7 +85,7 @@ class DotProductAttention(torch.nn.Module):
         if attention_type not in ("self", "cross"):
             raise UsageError(f"attention_type must be 'self' or 'cross', got {attention_type!r}")
         self.config, self.layer_number = config, layer_number
-        self.attn_mask_type = _mask_type(attn_mask_type)
+        self.attn_mask_type = as_mask_type(attn_mask_type)
         self.attention_type = attention_type
         self.cp_comm_type = cp_comm_type
         self.need_probs = need_probs
@@ -162,7 +162,7 @@ class DotProductAttention(torch.nn.Module):
                 Documents then see only themselves; query is [t, 1, np, hn] or [t, np, hn], key
                 and value likewise, and the result [t, 1, np * hv] or [t, np * hv].
         """
-        kind = self.attn_mask_type if attn_mask_type is None else _mask_type(attn_mask_type)
+        kind = self.attn_mask_type if attn_mask_type is None else as_mask_type(attn_mask_type)
         if kind is AttnMaskType.arbitrary and attention_mask is None and attention_bias is None:
             raise UsageError(
                 "attn_mask_type arbitrary leaves it to the attention_mask what is seen, and there "
@@ -176,7 +176,7 @@ class DotProductAttention(torch.nn.Module):
                 _packed_mask(packed_seq_params, kind, self.window_size, len(query), len(key)),
             )
         sq, sk = query.shape[0], key.shape[0]
-        causal = _hides_future(kind, self.window_size, sq, sk)
+        causal = hides_future(kind, self.window_size, sq, sk)
         if self._makes_probabilities(attention_mask, attention_bias):
             return self._probabilities(query, key, value, attention_mask, attention_bias, causal)
         return self._flash(query, key, value, _band_mask(sq, sk, *_band(causal, self.window_size)))
@@ -362,27 +362,6 @@ def _group_size(pg_collection: Any, name: str) -> int:
     return 1 if group is None else int(group.size())
 
 
-def _mask_type(value: Any) -> AttnMaskType:
-    """Our mask type for ours, Megatron's or a name."""
-    name = getattr(value, "name", value)
-    if name not in AttnMaskType.__members__:
-        known = ", ".join(AttnMaskType.__members__)
-        raise UsageError(f"unknown attn_mask_type {name!r}: expected one of {known}")
-    return AttnMaskType[name]
-
-
-def _hides_future(kind: AttnMaskType, window: Window | None, sq: int, sk: int) -> bool:
-    """Whether row i sees keys up to i + sk - sq only, as `FusedScaleMaskSoftmax` has it."""
-    if kind in (AttnMaskType.causal, AttnMaskType.padding_causal):
-        if sq != sk and sq > 1 and window is None:
-            raise UsageError(
-                f"attn_mask_type {kind.name} needs sq == sk, got {(sq, sk)}; "
-                "causal_bottom_right works for any shape"
-            )
-        return True
-    return kind is AttnMaskType.causal_bottom_right
-
-
 def _band(causal: bool, window: Window | None) -> Window:
     left, right = window or (-1, -1)
     return left, 0 if causal else right
@@ -414,10 +393,10 @@ def _packed_mask(
                 "packed_seq_params has bounds with padding that differ from those without: "
                 "padding between documents is not supported, pack them without it"
             )
-        band = _band(_hides_future(kind, window, 1, 1), window)
+        band = _band(hides_future(kind, window, 1, 1), window)
         mask = masks.documents(cu_q, cu_k, window=band, tq=tq, tk=tk)
         for lengths in zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True):
-            _hides_future(kind, window, *lengths)  # refuses what it would refuse in a batch
+            hides_future(kind, window, *lengths)  # refuses what it would refuse in a batch
         return mask
 
     bounds = (cu_q, padded_q, cu_k, padded_k)

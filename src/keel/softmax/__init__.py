@@ -1,4 +1,4 @@
-"""Fused scale + mask + softmax: any shape, any mask, one pass over memory."""
+"""Fused scale + mask + softmax: any shape, any mask, nothing of the size of the scores between."""
 
 from keel.softmax.functional import Explanation, explain, scaled_masked_softmax
 from keel.softmax.modules import (

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 
+from keel.masks.intervals import UNBOUNDED
 from keel.ops import choose_backend, explain_backend
 from keel.softmax.ops import softmax
 
-UNBOUNDED = 1 << 40
 Causal = bool | Literal["top-left", "bottom-right"]
 Window = tuple[int | None, int | None]
 FullyMasked = Literal["zeros", "uniform"]
@@ -30,7 +30,7 @@ def scaled_masked_softmax(
     return_max_logits: bool = False,
     backend: str = "auto",
 ) -> Any:
-    """softmax(softcap(scale * x) + mask) over the last dim, in one pass over memory.
+    """softmax(softcap(scale * x) + mask) over the last dim, in one kernel.
 
     Whatever hides a column hides it: mask, causal and window compose, none replaces another.
 
@@ -105,12 +105,13 @@ def explain(
     *,
     causal: Causal = False,
     window: Window | None = None,
+    softcap: float = 0.0,
     backend: str = "auto",
-    **_: Any,
 ) -> Explanation:
     """Says which path `scaled_masked_softmax` takes for these arguments, without running it.
 
-    Bytes count what must move: columns inside the band are read, all are written.
+    Bytes count what must move: columns inside the band are read, all are written. Rows of more than
+    8,192 columns may be read twice.
     """
     x4 = _as_four_dims(x)
     b, h, sq, sk = x4.shape
@@ -120,7 +121,12 @@ def explain(
     seen = sum(max(0, min(sk, i + hi + 1) - max(0, i + lo)) for i in range(sq)) * b * h
     size, written = x.element_size(), x4.numel()
     extra = 0 if mask is None else mask.numel() * mask.element_size()
-    return Explanation(chosen, why, (seen + written) * size + extra, (2 * seen + written) * size)
+    return Explanation(
+        chosen,
+        why,
+        (seen + written) * size + extra,
+        ((3 if softcap else 2) * seen + written) * size,
+    )
 
 
 def _softmax_backend(backend: str, x: torch.Tensor) -> str:

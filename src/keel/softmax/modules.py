@@ -33,6 +33,27 @@ class UsageError(ValueError, AssertionError):
     """A ValueError that is also what Megatron's assertions raise."""
 
 
+def as_mask_type(value: Any) -> AttnMaskType:
+    """Our mask type for ours, Megatron's or a name."""
+    name = getattr(value, "name", value)
+    if name not in AttnMaskType.__members__:
+        known = ", ".join(AttnMaskType.__members__)
+        raise UsageError(f"unknown attn_mask_type {name!r}: expected one of {known}")
+    return AttnMaskType[name]
+
+
+def hides_future(kind: AttnMaskType, window: Window | None, sq: int, sk: int) -> bool:
+    """Whether row i sees columns up to i + sk - sq only."""
+    if kind in (AttnMaskType.causal, AttnMaskType.padding_causal):
+        if sq != sk and sq > 1 and window is None:
+            raise UsageError(
+                f"attn_mask_type {kind.name} needs sq == sk, got {(sq, sk)}; "
+                "causal_bottom_right works for any shape"
+            )
+        return True
+    return kind is AttnMaskType.causal_bottom_right
+
+
 class ScaledUpperTriangMaskedSoftmax:
     """Causal softmax of (n, s, s) or (b, h, s, s) scores: row i sees columns 0..i."""
 
@@ -137,12 +158,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
             raise UsageError("input_in_fp16 and input_in_bf16 cannot both be set")
         if scale is not None and not softmax_in_fp32:
             raise UsageError(f"softmax should be in fp32 when scaled, got scale={scale}")
-        name = getattr(attn_mask_type, "name", attn_mask_type)
-        try:
-            self.attn_mask_type = AttnMaskType[name]
-        except KeyError:
-            known = ", ".join(kind.name for kind in AttnMaskType)
-            raise UsageError(f"unknown attn_mask_type {name!r}: expected one of {known}") from None
+        self.attn_mask_type = as_mask_type(attn_mask_type)
         self.input_in_fp16, self.input_in_bf16 = input_in_fp16, input_in_bf16
         self.input_in_float16 = input_in_fp16 or input_in_bf16
         self.scaled_masked_softmax_fusion = scaled_masked_softmax_fusion
@@ -238,15 +254,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
 
     def _hides(self, sq: int, sk: int) -> tuple[bool, Window | None]:
         """(causal, window), both from the bottom-right corner."""
-        kind = self.attn_mask_type
-        if kind in (AttnMaskType.causal, AttnMaskType.padding_causal):
-            if sq != sk and sq > 1 and self.window_size is None:
-                raise UsageError(
-                    f"attn_mask_type {kind.name} needs sq == sk, got {(sq, sk)}; "
-                    "causal_bottom_right works for any shape"
-                )
-            return True, self.window_size
-        return kind is AttnMaskType.causal_bottom_right, self.window_size
+        return hides_future(self.attn_mask_type, self.window_size, sq, sk), self.window_size
 
     def _output_dtype(self, input: torch.Tensor) -> torch.dtype:
         if self.softmax_in_fp32 and self.input_in_fp16:

@@ -8,6 +8,7 @@ import torch
 
 from keel._versions import runs_plainly
 from keel.kernels import softmax_blocked
+from keel.masks.intervals import UNBOUNDED
 
 _SCORE = "float scale, float softcap, int lo, int hi"
 torch.library.define(
@@ -198,11 +199,10 @@ def softmax_gradient(
     `causal` promises that y is 0 right of the main diagonal of square matrices: nothing there is
     read.
     """
-    unbounded = 1 << 40
     rows, columns = y.shape[-2:]
     y4 = y.contiguous().view(-1, 1, rows, columns)
     dx, _ = _softmax_bwd(
         *(dy.reshape(y4.shape), y4, None, None, scale, 0.0),
-        *(-unbounded, 0 if causal else unbounded, False, backend),
+        *(-UNBOUNDED, 0 if causal else UNBOUNDED, False, backend),
     )
     return dx.view(y.shape)
