@@ -134,6 +134,14 @@ def test_max_logits_of_any_sign(value):
             assert running.item() == max(start, value)
 
 
+def test_autograd_sees_that_the_kernel_wrote_to_the_running_maximum():
+    q, k, v = torch.randn(3, 8, 1, 8).unbind()
+    running = torch.zeros(1)
+    before = running._version
+    flex_flash_attn_func(q, k, v, masks.causal(8), max_logits_out=running, backend="triton")
+    assert running._version > before
+
+
 def test_max_logits_keeps_a_nan_of_another_tile():
     q, k, v = torch.randn(3, 64, 1, 8).unbind()
     q[40, 0, 0] = float("nan")

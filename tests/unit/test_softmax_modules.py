@@ -112,6 +112,18 @@ def test_a_window_keeps_the_callers_mask() -> None:
         assert torch.equal(seen, (j <= i) & (j >= i - 2) & (j != 3))
 
 
+@pytest.mark.parametrize("fusion", [True, False])
+def test_a_window_that_is_open_to_the_right_stays_causal(fusion: bool) -> None:
+    softmax = module(
+        attn_mask_type=AttnMaskType.causal,
+        window_size=(2, -1),
+        scaled_masked_softmax_fusion=fusion,
+    )
+    seen = softmax(torch.zeros(1, 1, 6, 6), None)[0, 0] > 0
+    i, j = torch.arange(6)[:, None], torch.arange(6)
+    assert torch.equal(seen, (j <= i) & (j >= i - 2))
+
+
 def test_causal_keeps_the_callers_mask() -> None:
     mask = torch.zeros(1, 1, 4, 4, dtype=torch.bool)
     mask[..., 0] = True
