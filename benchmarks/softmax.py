@@ -2,6 +2,7 @@
 
     python benchmarks/softmax.py                    # lengths 128 to 131,072, and the classic table
     python benchmarks/softmax.py --lengths 2048     # one length
+    python benchmarks/softmax.py --table            # the classic table again, from the CSV
 
 Rate = bytes that must move / time, as a part of the measured device copy rate: columns inside the
 mask's band are read once, all are written once, a mask tensor is read once. Every result is checked
@@ -12,6 +13,7 @@ Results go to benchmarks/results/softmax.csv and .png.
 from __future__ import annotations
 
 import argparse
+import csv
 import functools
 import importlib.util
 import random
@@ -102,6 +104,9 @@ def unfused(problem: Problem, mask: torch.Tensor | None) -> Softmax:
 
 
 def compiled(problem: Problem, mask: torch.Tensor | None) -> Softmax:
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False  # its backward runs many times on one graph
     torch._dynamo.reset()
     return torch.compile(unfused(problem, mask), dynamic=False)
 
@@ -159,7 +164,7 @@ def largest_error(problem: Problem, mask: torch.Tensor | None, softmax: Softmax)
         s = s.masked_fill(mask[-1, 0, rows], -torch.inf)
     want = torch.softmax(s, -1)
     (grad,) = torch.autograd.grad(want, exact, dy[-1, -1, rows].double())
-    pairs = ((y[-1, -1, rows], want), (dx[-1, -1, rows], grad))
+    pairs = ((y[-1, -1, rows].detach(), want.detach()), (dx[-1, -1, rows], grad))
     return max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
@@ -219,6 +224,12 @@ def print_rows(rows: list[Row]) -> None:
             f"{ours.rate:.2f} of copy | {others}",
             flush=True,
         )
+
+
+def read_rows(path: Path) -> list[Row]:
+    numbers = ("ms", "tb_per_s", "rate", "copy_tb_per_s")
+    with open(path, newline="") as file:
+        return [Row(**{**r, **{n: float(r[n]) for n in numbers}}) for r in csv.DictReader(file)]
 
 
 def classic_table(rows: list[Row]) -> str:
@@ -291,7 +302,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="providers to run besides keel")
     parser.add_argument("--no-classic", action="store_true", help=f"skip {list(CLASSIC)}")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true", help="print the table of the last CSV")
     args = parser.parse_args()
+    if args.table:
+        print(classic_table(read_rows(args.out / "softmax.csv")))
+        return
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU; `make demo` runs everywhere")
     import triton

@@ -21,9 +21,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from keel.kernels import flash_bwd, flash_fwd, softmax
+from keel.kernels import flash_bwd, flash_fwd, softmax_bwd, softmax_fwd
 from keel.kernels.flash_common import TileConfig, fitted, padded
-from keel.kernels.softmax import RowConfig
+from keel.kernels.softmax_common import RowConfig, shape_constants
 
 POINTERS_16 = {"Q", "K", "V", "OUT", "DOUT", "DK", "DVAL", "DQ", "X", "Y", "DY", "DX"}
 POINTERS_32F = {"LSE", "LSE2", "DELTA", "SINK", "SLOPES", "DBIAS", "BIAS", "DLSE", "MAX_LOGITS"}
@@ -70,10 +70,14 @@ def compile_variant(
             signature[name] = "*i32"
         else:
             signature[name] = "i32"
-        if name.isupper() or name.startswith("stride") or name == "sk":
+        if name.isupper() or (name.startswith("stride") and "softmax" not in kernel.__name__):
             attrs[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs, attrs)
-    options = {"num_warps": config.num_warps, "num_stages": getattr(config, "num_stages", 3)}
+    options = {
+        "num_warps": config.num_warps,
+        "num_stages": getattr(config, "num_stages", 3),
+        "maxnreg": getattr(config, "max_registers", None),
+    }
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
@@ -202,24 +206,32 @@ def backward_variants(
 
 def softmax_variants(arch: int):
     """Tabled configs, plain, causal and masked: all of them for the GPU they were measured on."""
+    shared = {80: 166_912, 86: 101_376, 90: 232_448}.get(arch, 101_376)
     lengths = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
     for sk in lengths if arch == 90 else (512, 8192, 65_536):
         for causal, masked in ((False, False), (True, False), (False, True)):
-            for direction in ("forward", "backward"):
-                config = softmax.choose_config(sk, direction, causal, masked)
-                constants: dict[str, Any] = softmax._shape_constants(
-                    config, -sk, 0 if causal else sk, sk, sk, 0.0
-                )
-                constants |= {"PTX": True, "LSE": None}
-                if direction == "forward":
-                    flags = ("HAS_SINK", "UNIFORM", "WANT_LSE", "HEADS_FIRST")
-                    constants |= dict.fromkeys(flags, False) | {"WANT_MAX": True, "SINK": None}
-                    constants |= {"MASK_KIND": int(masked), "stride_mj": 1}
-                    constants |= {} if masked else {"MASK": None}
-                    yield softmax.softmax_fwd_kernel, constants, config
-                elif not masked:
-                    constants |= {"HAS_LSE": False, "WANT_DOT": False, "X": None, "DOT": None}
-                    yield softmax.softmax_bwd_kernel, constants, config
+            band = (-sk, 0 if causal else sk)
+            config = softmax_fwd.choose_config(sk, causal, int(masked), 2, 8, shared)
+            flags = ("HAS_SINK", "UNIFORM", "WANT_LSE", "HAS_SOFTCAP")
+            constants: dict[str, Any] = {
+                **shape_constants(config, band, sk, sk, unit=8),
+                **dict.fromkeys(flags, False),
+                **{"PTX": True, "WANT_MAX": True, "STAGES": config.stages, "EXACT": not causal},
+                **{"MASK_KIND": int(masked), "DENSE_MASK": masked, "TURN": 16 if masked else 0},
+                **dict.fromkeys(("SINK", "LSE") if masked else ("SINK", "LSE", "MASK")),
+            }
+            yield softmax_fwd.softmax_fwd_kernel, constants, config
+            if masked:
+                continue
+            config = softmax_bwd.choose_config(sk, causal, 8)
+            flags = ("HAS_LSE", "WANT_DOT", "HAS_SOFTCAP")
+            constants = {
+                **shape_constants(config, band, sk, sk, unit=8),
+                **dict.fromkeys(flags, False),
+                **{"PTX": True, "EXACT": config.one_pass and not causal},
+                **dict.fromkeys(("X", "LSE", "DOT")),
+            }
+            yield softmax_bwd.softmax_bwd_kernel, constants, config
 
 
 def report(

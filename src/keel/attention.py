@@ -262,6 +262,8 @@ def _mask_tensors(
         if torch.compiler.is_compiling():
             return [q_ranges.tensor]
         return tensors_of_mask(q_ranges)
+    if k_ranges is None and torch.compiler.is_compiling() and isinstance(q_ranges, torch.Tensor):
+        return [q_ranges]  # from traced_documents
     if k_ranges is None:
         raise ValueError("k_ranges is missing: pass q_ranges and k_ranges, or an AttnMask")
     all_tensors = isinstance(q_ranges, torch.Tensor) and isinstance(k_ranges, torch.Tensor)
@@ -301,7 +303,7 @@ def _batch_tensors(batch: int, sq: int, sk: int, window: tuple[int, int]) -> lis
     """A batch of equal samples, one after the other."""
     if torch.compiler.is_compiling():  # sizes may be symbolic
         sample = torch.arange(batch + 1, device="cpu")
-        return [_traced_documents(sample * sq, sample * sk, window)]
+        return [traced_documents(sample * sq, sample * sk, window)]
     return tensors_of_mask(_batch_documents(batch, sq, sk, window))
 
 
@@ -320,7 +322,7 @@ def _document_tensors(
 ) -> list[torch.Tensor]:
     """Documents as operator inputs."""
     if torch.compiler.is_compiling():
-        return [_traced_documents(cu_q, cu_k, window)]
+        return [traced_documents(cu_q, cu_k, window)]
     mask = remembered(
         (cu_q, cu_k),
         ("documents", window, tq, tk),
@@ -329,7 +331,7 @@ def _document_tensors(
     return tensors_of_mask(mask)
 
 
-def _traced_documents(
+def traced_documents(
     cu_q: torch.Tensor, cu_k: torch.Tensor, window: tuple[int, int]
 ) -> torch.Tensor:
     """The slices of documents computed by torch, for a trace that does not know the bounds."""

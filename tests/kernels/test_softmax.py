@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.softmax_cases import SoftmaxCase, assert_right, random_case
 
-from keel.kernels import launch, softmax
-from keel.kernels.softmax import RowConfig, choose_config
+from keel.kernels import launch, softmax_bwd, softmax_fwd
+from keel.kernels.softmax_common import RowConfig, shape_constants
 from keel.softmax import scaled_masked_softmax
 from keel.testing import poisoned_memory
 
@@ -24,6 +24,7 @@ CONFIGS = [
     RowConfig(2, 256, 1, True, packed=True),
     RowConfig(1, 16, 4, False),
     RowConfig(2, 32, 4, False),
+    RowConfig(1, 64, 4, True, stages=3),
 ]
 
 
@@ -34,24 +35,65 @@ def test_against_the_oracle(config, seed, dtype):
     case = random_case(random.Random(seed), dtype, rows=6)
     with pytest.MonkeyPatch.context() as patch:
         if config is not None:
-            patch.setattr(softmax, "choose_config", lambda *_: config)
+            patch.setattr(softmax_fwd, "choose_config", lambda *_: config)
+            patch.setattr(softmax_bwd, "choose_config", lambda *_: config)
         launch._recipes.clear()
         assert_right(case, "triton")
     launch._recipes.clear()
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("banded", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-def test_every_length_has_a_config(direction, banded, masked):
+@pytest.mark.parametrize("mask_bytes", [0, 1, 4])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_every_length_has_a_config(banded, mask_bytes, itemsize):
     for sk in [*range(1, 300), *(n + d for n in (2**p for p in range(9, 19)) for d in (-1, 0, 1))]:
-        config = choose_config(sk, direction, banded, masked)
-        assert config.rows >= 1 and config.num_warps in (1, 2, 4, 8, 16, 32)
-        if config.one_pass:
-            assert config.width >= sk
-        else:
-            assert sk > 8192
-        assert config.width & (config.width - 1) == 0 and config.rows & (config.rows - 1) == 0
+        for shared, unit in ((101_376, 8), (232_448, 8), (232_448, 1)):
+            forward = softmax_fwd.choose_config(sk, banded, mask_bytes, itemsize, unit, shared)
+            backward = softmax_bwd.choose_config(sk, banded, unit)
+            for config in (forward, backward):
+                assert config.rows >= 1 and config.num_warps in (1, 2, 4, 8, 16, 32)
+                assert config.width >= sk if config.one_pass else sk > 4096
+                assert config.width.bit_count() == config.rows.bit_count() == 1
+            buffers = max(0, forward.stages - 1)
+            assert buffers * forward.width * (itemsize + mask_bytes) < shared
+
+
+@pytest.mark.parametrize("turn", [0, 1, 3, 4, 16])
+def test_heads_that_take_turns(monkeypatch, turn):
+    """Some turns end with the rows, some are padded; a mask for each head has none."""
+    torch.manual_seed(turn)
+    monkeypatch.setattr(softmax_fwd, "rows_of_a_turn", lambda mask: turn)
+    launch._recipes.clear()
+    x, dy = torch.randn(2, 2, 3, 12, 64).unbind()
+    for causal in (False, True):
+        options = {"causal": causal, "window": None, "fully_masked": "zeros"}
+        mask = torch.rand(2, 1, 12, 64) > 0.5
+        with poisoned_memory():
+            assert_right(SoftmaxCase(x, dy, None, {**options, "mask": mask}), "triton")
+    launch._recipes.clear()
+
+
+def test_only_shared_masks_make_heads_take_turns():
+    mask = torch.zeros(1, 1, 4096, 4096, dtype=torch.uint8)
+    assert softmax_fwd.rows_of_a_turn(None) == 0
+    assert softmax_fwd.rows_of_a_turn(mask.expand(2, 8, -1, -1)) == 2048
+    assert softmax_fwd.rows_of_a_turn(mask[:, :, :2048].expand(2, 8, -1, -1)) == 0  # one turn
+    assert softmax_fwd.rows_of_a_turn(mask) == 0  # one head
+    assert softmax_fwd.rows_of_a_turn(mask[:, :, :1].expand(2, 8, 4096, -1)) == 0  # one row
+    assert softmax_fwd.rows_of_a_turn(torch.zeros(1, 2, 64, 64, dtype=torch.uint8)) == 0
+
+
+@pytest.mark.parametrize("sk", [24, 40, 37, 64])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_at_multiples_of_eight_and_others(sk, causal):
+    """Whole vectors where every row allows them; also rows of a wider tensor."""
+    torch.manual_seed(sk)
+    for padding in (0, 3, 8):
+        x, dy = torch.randn(2, 2, 2, 9, sk + padding)[..., :sk].unbind()
+        options = {"causal": causal, "window": None, "fully_masked": "zeros"}
+        options["mask"] = torch.rand(2, 1, 9, sk + padding)[..., :sk] > 0.7
+        with poisoned_memory():
+            assert_right(SoftmaxCase(x, dy, None, options), "triton")
 
 
 def test_a_long_row_in_two_passes():
@@ -79,9 +121,8 @@ def test_short_spans_in_long_rows(band, uniform):
     mask = torch.zeros(6, 1, dtype=torch.bool)
     mask[2] = True
     options = {**band, "mask": mask, "fully_masked": "uniform" if uniform else "zeros"}
-    constants = softmax._shape_constants(
-        choose_config(1000, "forward", True, True), 0, 3, 6, 1000, 0
-    )
+    config = softmax_fwd.choose_config(1000, True, 1, 4, 8, 232_448)
+    constants = shape_constants(config, (0, 3), 6, 1000, 8)
     assert constants["CLASSES"] == 4
     with poisoned_memory():
         assert_right(SoftmaxCase(x, dy, None, options), "triton")

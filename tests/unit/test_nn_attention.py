@@ -736,7 +736,7 @@ def test_compiled(path: str, fresh_compiler: None) -> None:
         num_query_groups=2, softmax_type="learnable", qk_clip=True, window_size=(3, 0)
     )
     module = make_module(path, config, 1, "causal")
-    compiled = torch.compile(module, backend="aot_eager")
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     for tokens in (7, 9, 12):  # lengths become dynamic on the way
         tensors = make(tokens, groups=2)
         leaves = leaves_of(module, tensors)

@@ -254,6 +254,15 @@ def num_sms(device: torch.device) -> int:
 
 
 @functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have; the interpreter counts as an sm_90."""
+    if device.type != "cuda":
+        return 232_448
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+@functools.cache
 def compute_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
 

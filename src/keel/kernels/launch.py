@@ -37,6 +37,8 @@ class Prepared:
     """Everything that is not a tensor of the call."""
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int | None = None
+    """Per thread; fewer let more programs run side by side."""
     streamed: dict[str, int] = field(default_factory=dict)
     """Tensors (tokens, heads, dim) to pass as TMA descriptors, with the rows of a block."""
 
@@ -118,7 +120,10 @@ class Recipe:
             return
         began = time.perf_counter()
         compiled = self.kernel[self.prepared.grid](
-            *arguments, num_warps=self.prepared.num_warps, num_stages=self.prepared.num_stages
+            *arguments,
+            num_warps=self.prepared.num_warps,
+            num_stages=self.prepared.num_stages,
+            maxnreg=self.prepared.max_registers,
         )
         if INTERPRETED:
             return

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from keel import masks
-from keel._versions import constant_in_traces
-from keel.attention import flex_flash_attn_func
+from keel.attention import flex_flash_attn_func, traced_documents
 from keel.checks import MAX_HEAD_DIM
 from keel.masks import AttnMask
 from keel.masks.inputs import remembered
@@ -197,7 +196,11 @@ class DotProductAttention(torch.nn.Module):
         return self.training and self.attention_dropout > 0
 
     def _flash(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: AttnMask
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: AttnMask | torch.Tensor,
     ) -> torch.Tensor:
         """Attention of tokens that are the first dim; all that lies between them is heads.
 
@@ -367,8 +370,10 @@ def _band(causal: bool, window: Window | None) -> Window:
     return left, 0 if causal else right
 
 
-@constant_in_traces
-def _band_mask(sq: int, sk: int, left: int, right: int) -> AttnMask:
+def _band_mask(sq: int, sk: int, left: int, right: int) -> AttnMask | torch.Tensor:
+    if torch.compiler.is_compiling():  # sizes may be symbolic
+        sample = torch.arange(2, device="cpu")
+        return traced_documents(sample * sq, sample * sk, (left, right))
     return _remembered_band(sq, sk, left, right)
 
 

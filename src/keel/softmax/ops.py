@@ -40,15 +40,14 @@ def _softmax_fwd(
         y, lse, top = softmax_blocked.forward(
             *(x, mask, sink), scale=scale, softcap=softcap, band=(lo, hi), uniform=uniform
         )
-        nothing = lse.new_empty(0)
-        return y, lse if want_lse else nothing, top if want_max else nothing
-    from keel.kernels import softmax
+        return y, lse if want_lse else lse.new_empty(0), top if want_max else lse.new_empty(0)
+    from keel.kernels import softmax_fwd
 
     b, h, sq, _ = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     lse = torch.empty((b, h, sq) if want_lse else 0, dtype=torch.float32, device=x.device)
     top = torch.full((h if want_max else 0,), -torch.inf, device=x.device)
-    softmax.forward(
+    softmax_fwd.forward(
         *(x, mask, sink),
         scale=scale,
         softcap=softcap,
@@ -76,12 +75,12 @@ def _softmax_bwd(
     if backend == "blocked" or y.numel() == 0:
         dx, dot = softmax_blocked.backward(dy, y, x, scale=scale, softcap=softcap, lse=lse)
         return dx, dot if want_dot else dot.new_empty(0)
-    from keel.kernels import softmax
+    from keel.kernels import softmax_bwd
 
     dy = dy if dy.stride(3) == 1 else dy.contiguous()
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     dot = torch.empty(y.shape[:3] if want_dot else 0, dtype=torch.float32, device=y.device)
-    softmax.backward(
+    softmax_bwd.backward(
         *(dy, y, x),
         scale=scale,
         softcap=softcap,

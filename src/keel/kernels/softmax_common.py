@@ -1,0 +1,167 @@
+"""What the softmax kernels share: which rows a program owns, which columns those see, fills.
+
+Scores are (b, h, sq, sk) with contiguous columns. A row sees the columns of a band
+``lo <= j - i <= hi`` (causal and sliding windows), less what a mask tensor takes away. Programs own
+whole rows. Outside the band nothing is read or computed; results there are zeros, written with
+streaming stores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from keel.kernels.flash_common import HAS_PTX
+
+ALIGN = tl.constexpr(16)
+"""Reads start and end at multiples of this many columns where rows allow it: whole sectors."""
+
+UNIT = 8
+"""Columns of a vector: 16 bytes of 16-bit scores. Where all rows start at multiples of it, sizes
+are passed in units of it, so that the compiler knows."""
+
+# fmt: off
+
+
+@triton.jit
+def rows_of_program(
+    program, heads, sq, ROWS: tl.constexpr, TURN: tl.constexpr, ENDS_MEET: tl.constexpr,
+):
+    """(batch, head, first row, row numbers, which of them exist).
+
+    TURN: heads take turns of so many tiles, so that a mask which they share is read from memory
+    once; 0: one head after the other.
+    ENDS_MEET: rows from the top and from the bottom alternate, so that under a causal band reads
+    and writes keep the same proportion all the time.
+    """
+    tiles = (sq + ROWS - 1) // ROWS
+    if TURN > 0:
+        turns = (tiles + TURN - 1) // TURN
+        turn = program // TURN // heads
+        batch, head = turn // turns, program // TURN % heads
+        tile = turn % turns * TURN + program % TURN
+    else:
+        batch, head, tile = program // tiles // heads, program // tiles % heads, program % tiles
+    if ENDS_MEET:
+        tile = tl.where(tile % 2 == 0, tile // 2, tiles - 1 - tile // 2)
+    i = tile * ROWS + tl.arange(0, ROWS)
+    return batch, head, tile * ROWS, i, (i >= 0) & (i < sq)
+
+
+@triton.jit
+def span(
+    first, i, sq, sk, lo, hi,
+    ROWS: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, STEP: tl.constexpr,
+):
+    """(begin, end, ends): columns [begin, end) hold all that these rows see, [begin, ends) what
+    each of them does; begin is a multiple of ALIGN.
+    """
+    begin = 0
+    end = sk
+    ends = tl.zeros_like(i) + sk
+    if HAS_LO:
+        begin = tl.minimum(tl.maximum(first + lo, 0), sk) // ALIGN * ALIGN
+    if HAS_HI:
+        last = tl.minimum(first + ROWS, sq) - 1
+        end = tl.minimum(tl.maximum(last + hi + 1, begin), sk)
+        ends = tl.minimum(tl.maximum(i + hi + 1, begin), sk)
+        if STEP > 1:
+            end = tl.minimum((end + ALIGN - 1) // ALIGN * ALIGN, sk)
+            ends = tl.minimum((ends + ALIGN - 1) // ALIGN * ALIGN, sk)
+    return begin, end, ends
+
+
+@triton.jit
+def within(there, cols, ends, EXACT: tl.constexpr):
+    """(ROWS, WIDTH): the columns that rows read, all of them where that is known beforehand."""
+    if EXACT:
+        return tl.full([there.shape[0], cols.shape[0]], 1, tl.int1)
+    return there[:, None] & (cols[None, :] < ends[:, None])
+
+
+@triton.jit
+def again(x, PTX: tl.constexpr):
+    """x, but the compiler may not remember what it made of x before.
+
+    Sixteen-bit values take half the registers of the fp32 numbers made from them; converting twice
+    is cheaper than keeping those.
+    """
+    if PTX and x.dtype.primitive_bitwidth == 16:
+        x = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x
+
+
+@triton.jit
+def fill(Y, value, begin, end, there):
+    """Writes value (ROWS,) to columns [begin, end) of rows; begin is a multiple of ALIGN."""
+    FILL: tl.constexpr = 1024 if value.shape[0] < 4 else 2048 // value.shape[0]
+    for start in range(begin, end, FILL):
+        cols = start + tl.arange(0, FILL)
+        block = tl.zeros([1, FILL], tl.float32) + value[:, None]
+        tl.store(Y + cols[None, :], block.to(Y.dtype.element_ty),
+                 mask=there[:, None] & (cols < end)[None, :], cache_modifier=".cs")
+
+
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class RowConfig:
+    """Rows per program, columns at a time, warps; and whether a row stays in registers."""
+
+    rows: int
+    width: int
+    num_warps: int
+    one_pass: bool
+    packed: bool = False
+    """Keep 16-bit values between the steps of a pass, not the fp32 numbers made from them."""
+    stages: int = 0
+    """Programs stay, one for each SM, and read this many rows ahead (less one)."""
+    max_registers: int | None = None
+    """Per thread. Two passes want just as many programs side by side as the L2 can serve."""
+
+
+def width_for(sk: int) -> int:
+    """The power of two that holds a row."""
+    return max(16, triton.next_power_of_2(sk))
+
+
+def clamped(band: tuple[int, int], sq: int, sk: int) -> tuple[int, int]:
+    return max(-sq, min(band[0], sk)), max(-sq, min(band[1], sk))
+
+
+def is_banded(band: tuple[int, int], sq: int, sk: int) -> bool:
+    """Whether a clamped band hides anything."""
+    return band[0] > 1 - sq or band[1] < sk - 1
+
+
+def unit_of(sk: int, *tensors: torch.Tensor | None) -> int:
+    """UNIT if every row of the tensors (b, h, sq, sk) starts at a multiple of it, else 1."""
+    steps = [n for x in tensors if x is not None for n in x.stride()[:3]]
+    return UNIT if all(n % UNIT == 0 for n in (sk, *steps)) else 1
+
+
+def row_strides(name: str, x: torch.Tensor, unit: int) -> dict[str, int]:
+    return {f"stride_{name}{dim}": n // unit for dim, n in zip("bhi", x.stride(), strict=False)}
+
+
+def shape_constants(
+    config: RowConfig, band: tuple[int, int], sq: int, sk: int, unit: int
+) -> dict[str, int | bool]:
+    # A side of the band that hides nothing costs nothing.
+    has_lo, has_hi = band[0] > 1 - sq, band[1] < sk - 1
+    # A class must leave each thread something to do.
+    smallest = config.num_warps * 32 * 2 // config.rows
+    classes = 1
+    while (has_lo or has_hi) and classes < 4 and config.width >> classes >= max(smallest, 64):
+        classes += 1
+    return {
+        **{"ROWS": config.rows, "WIDTH": config.width, "ONE_PASS": config.one_pass},
+        **{"PACKED": config.packed, "CLASSES": classes, "STEP": unit, "PTX": HAS_PTX},
+        # Two passes live on the L2; rows of one kind of length at a time suit it badly.
+        **{"HAS_LO": has_lo, "HAS_HI": has_hi, "ENDS_MEET": has_hi and not config.one_pass},
+    }

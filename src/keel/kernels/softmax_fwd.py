@@ -1,0 +1,434 @@
+"""Fused scale + softcap + mask + softmax, forward.
+
+Rows of usual length stay in registers between reading and writing, so memory is touched once; long
+ones are read twice, the second time in part from the L2.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from keel.kernels.flash_common import LN2, LOG2E, num_sms, raise_max, shared_memory, tanh
+from keel.kernels.launch import Prepared, Tensors, launch
+from keel.kernels.softmax_common import (
+    RowConfig,
+    again,
+    clamped,
+    fill,
+    is_banded,
+    row_strides,
+    rows_of_program,
+    shape_constants,
+    span,
+    unit_of,
+    width_for,
+    within,
+)
+
+INTEGERS = [
+    *("programs", "heads", "sq", "sk", "lo", "hi", "stride_mj"),
+    *(f"stride_{name}{dim}" for name in "xm" for dim in "bhi"),
+]
+
+# fmt: off
+
+
+@triton.jit
+def _exp(difference, FP32: tl.constexpr):
+    """exp of a difference of logits.
+
+    Logits of 16-bit scores are kept in units of log2, which saves a product per exponential; those
+    of fp32 scores are not, since they would lose their last bits where logits are large.
+    """
+    return tl.exp2(difference * LOG2E if FP32 else difference)
+
+
+@triton.jit
+def _load_mask(
+    MASK, cols, inside, stride_mj,
+    KIND: tl.constexpr, DENSE: tl.constexpr, FP32: tl.constexpr, EVICTION: tl.constexpr,
+):
+    """The mask's columns of rows whose starts are MASK (ROWS, 1).
+
+    They are read in vectors of as many columns as scores are: left alone, the compiler reads bytes
+    in longer ones, and then has to move them between threads through shared memory.
+    """
+    if DENSE:
+        pointers = tl.max_contiguous(MASK + cols[None, :], (1, 4 if FP32 else 8))
+    else:
+        pointers = MASK + cols[None, :] * stride_mj
+    return tl.load(pointers, mask=inside, other=1 if KIND == 1 else 0.0, eviction_policy=EVICTION)
+
+
+@triton.jit
+def _logits(
+    x, mask, cols, i, inside, sk, lo, hi, scale, softcap,
+    HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, MASK_KIND: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, FP32: tl.constexpr,
+):
+    """(logits, logits before the softcap) in the units of `_exp`; -inf where a row does not see."""
+    unit = 1.0 if FP32 else LOG2E
+    s = x.to(tl.float32) * (scale * unit)
+    raw = s
+    if HAS_SOFTCAP:
+        s = softcap * unit * tanh(s / (softcap * unit))
+    keep = inside
+    if HAS_HI:
+        keep = cols[None, :] <= tl.minimum(i + hi, sk - 1)[:, None]
+    if HAS_LO:
+        keep = keep & (cols[None, :] >= (i + lo)[:, None])
+    if MASK_KIND == 1:
+        shown = mask == 0
+        keep = keep & shown if HAS_LO or HAS_HI else shown  # what was not read is hidden
+    if MASK_KIND == 2:
+        added = mask.to(tl.float32) * unit
+        s += added
+        raw += added
+    return tl.where(keep, s, float("-inf")), tl.where(keep, raw, float("-inf"))
+
+
+@triton.jit
+def _close(
+    top, total, sink, sk, HAS_SINK: tl.constexpr, UNIFORM: tl.constexpr, FP32: tl.constexpr,
+):
+    """What turns a row's maximum and sum of exponentials into probabilities, the sink included.
+
+    (shift, 1 / total, shift's change as a factor, probability in rows that see nothing, lse)
+    """
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    decay = tl.full(total.shape, 1.0, tl.float32)
+    if HAS_SINK:
+        new_top = tl.maximum(top, sink)
+        new_shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        decay = tl.where(top == float("-inf"), 1.0, _exp(shift - new_shift, FP32))
+        total = total * decay + _exp(sink - new_shift, FP32)
+        shift = new_shift
+    empty = total == 0.0
+    factor = tl.where(empty, 0.0, 1.0 / total)
+    nothing = tl.zeros_like(total)
+    if UNIFORM and not HAS_SINK:
+        nothing = tl.where(empty, 1.0 / sk, 0.0)
+    shift_ln = shift if FP32 else shift * LN2
+    lse = tl.where(empty, float("-inf"), shift_ln + tl.log2(total) * LN2)
+    return shift, factor, decay, nothing, lse
+
+
+@triton.jit
+def _forward_in_registers(
+    X, Y, MASK, i, there, begin, ends, sk, lo, hi, stride_mj, scale, softcap, sink,
+    WIDTH: tl.constexpr, PACKED: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
+    MASK_KIND: tl.constexpr, DENSE_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SINK: tl.constexpr, UNIFORM: tl.constexpr, EXACT: tl.constexpr, FP32: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Rows whose span fits WIDTH columns: (maximum before the softcap in _exp's units, lse)."""
+    cols = begin + tl.arange(0, WIDTH)
+    inside = within(there, cols, ends, EXACT)
+    x = tl.load(X + cols[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+    mask = x
+    if MASK_KIND != 0:  # other heads may want it, too
+        mask = _load_mask(
+            MASK, cols, inside, stride_mj, MASK_KIND, DENSE_MASK, FP32, "evict_last")
+    FILL_FIRST: tl.constexpr = (HAS_LO or HAS_HI) and not UNIFORM and WIDTH <= 1024
+    if FILL_FIRST:  # zeros go out while x comes in
+        zero = tl.zeros_like(i).to(tl.float32)
+        fill(Y, zero, 0, begin, there)
+        fill(Y, zero, begin + WIDTH, sk, there)
+    s, raw = _logits(x, mask, cols, i, inside, sk, lo, hi, scale, softcap,
+                     HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32)
+    top = tl.max(s, 1)
+    raw_top = top
+    if HAS_SOFTCAP:
+        raw_top = tl.max(raw, 1)
+    own_shift = tl.where(top == float("-inf"), 0.0, top)
+    if PACKED:
+        s, raw = _logits(again(x, PTX), mask, cols, i, inside, sk, lo, hi, scale, softcap,
+                         HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32)
+    p = _exp(s - own_shift[:, None], FP32)
+    total = tl.sum(p, 1)
+    raw_top = tl.where(total == total, raw_top, float("nan"))  # maxima drop NaNs, sums keep them
+    _shift, factor, decay, nothing, lse = _close(top, total, sink, sk, HAS_SINK, UNIFORM, FP32)
+    if PACKED:
+        s, raw = _logits(again(x, PTX), mask, cols, i, inside, sk, lo, hi, scale, softcap,
+                         HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32)
+        p = _exp(s - own_shift[:, None], FP32)
+    p = p * (factor * decay)[:, None]
+    if UNIFORM and not HAS_SINK:
+        p += nothing[:, None]
+    tl.store(Y + cols[None, :], p.to(Y.dtype.element_ty),
+             mask=within(there, cols, tl.zeros_like(i) + sk, EXACT), cache_modifier=".cs")
+    if (HAS_LO or HAS_HI) and not FILL_FIRST:
+        fill(Y, nothing, 0, begin, there)
+        fill(Y, nothing, begin + WIDTH, sk, there)
+    return raw_top, lse
+
+
+@triton.jit
+def _forward_twice(
+    X, Y, MASK, i, there, begin, end, sk, lo, hi, stride_mj, scale, softcap, sink,
+    WIDTH: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, MASK_KIND: tl.constexpr,
+    DENSE_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINK: tl.constexpr,
+    UNIFORM: tl.constexpr, EXACT: tl.constexpr, FP32: tl.constexpr,
+):
+    """The same for rows of any length: one pass for maximum and sum, one to write.
+
+    The second pass goes backwards, through what the L2 has seen last.
+    """
+    ROWS: tl.constexpr = i.shape[0]
+    top = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)
+    raw_top = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS, WIDTH], tl.float32)
+    ends = tl.zeros_like(i) + end
+    steps = (end - begin + WIDTH - 1) // WIDTH
+    for step in range(steps):
+        cols = begin + step * WIDTH + tl.arange(0, WIDTH)
+        inside = within(there, cols, ends, EXACT)
+        x = tl.load(X + cols[None, :], mask=inside, other=0.0, eviction_policy="evict_last")
+        mask = x
+        if MASK_KIND != 0:
+            mask = _load_mask(MASK, cols, inside, stride_mj, MASK_KIND, DENSE_MASK, FP32, "")
+        s, raw = _logits(x, mask, cols, i, inside, sk, lo, hi, scale, softcap,
+                         HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32)
+        # Every lane keeps its own maximum and sum: lanes meet once, behind the loop.
+        new_top = tl.maximum(top, s)
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        total = total * _exp(top - shift, FP32) + _exp(s - shift, FP32)
+        top = new_top
+        if HAS_SOFTCAP:
+            raw_top = tl.maximum(raw_top, raw)
+    row_top = tl.max(top, 1)
+    own_shift = tl.where(row_top == float("-inf"), 0.0, row_top)
+    row_total = tl.sum(total * _exp(top - own_shift[:, None], FP32), 1)
+    row_raw_top = row_top
+    if HAS_SOFTCAP:
+        row_raw_top = tl.max(raw_top, 1)
+    row_raw_top = tl.where(row_total == row_total, row_raw_top, float("nan"))
+    shift, factor, _decay, nothing, lse = _close(
+        row_top, row_total, sink, sk, HAS_SINK, UNIFORM, FP32)
+    for step in range(steps):
+        cols = begin + (steps - 1 - step) * WIDTH + tl.arange(0, WIDTH)
+        inside = within(there, cols, ends, EXACT)
+        x = tl.load(X + cols[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+        mask = x
+        if MASK_KIND != 0:
+            mask = _load_mask(MASK, cols, inside, stride_mj, MASK_KIND, DENSE_MASK, FP32, "")
+        s, _raw = _logits(x, mask, cols, i, inside, sk, lo, hi, scale, softcap,
+                          HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32)
+        p = _exp(s - shift[:, None], FP32) * factor[:, None]
+        if UNIFORM and not HAS_SINK:
+            p += nothing[:, None]
+        tl.store(Y + cols[None, :], p.to(Y.dtype.element_ty), mask=inside, cache_modifier=".cs")
+    if HAS_LO or HAS_HI:
+        fill(Y, nothing, 0, begin, there)
+        fill(Y, nothing, end, sk, there)
+    return row_raw_top, lse
+
+
+@triton.jit
+def _forward_tile(
+    program, X, Y, MASK, SINK, LSE, MAX_LOGITS, heads, sq, sk, lo, hi, scale, softcap,
+    stride_xb, stride_xh, stride_xi, stride_mb, stride_mh, stride_mi, stride_mj,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, CLASSES: tl.constexpr, ONE_PASS: tl.constexpr,
+    PACKED: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
+    MASK_KIND: tl.constexpr, DENSE_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SINK: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr,
+    UNIFORM: tl.constexpr, TURN: tl.constexpr, ENDS_MEET: tl.constexpr, EXACT: tl.constexpr,
+    STEP: tl.constexpr, PTX: tl.constexpr,
+):
+    FP32: tl.constexpr = X.dtype.element_ty == tl.float32
+    batch, head, first, i, there = rows_of_program(program, heads, sq, ROWS, TURN, ENDS_MEET)
+    sk *= STEP
+    begin, end, ends = span(first, i, sq, sk, lo, hi, ROWS, HAS_LO, HAS_HI, STEP)
+    row = i.to(tl.int64)[:, None]
+    batch, head64 = batch.to(tl.int64), head.to(tl.int64)
+    X += (batch * stride_xb + head64 * stride_xh + row * stride_xi) * STEP
+    matrix = batch * heads + head
+    Y += (matrix * sq + row) * sk
+    if MASK_KIND != 0:
+        MASK += (batch * stride_mb + head64 * stride_mh + row * stride_mi) * STEP
+    sink = 0.0
+    if HAS_SINK:
+        sink = tl.load(SINK + head).to(tl.float32) * (1.0 if FP32 else LOG2E)
+    if WANT_MAX:
+        seen_top = tl.load(MAX_LOGITS + head)
+    if ONE_PASS:
+        # Narrow spans take narrow code: lanes beyond the span would only idle.
+        need = end - begin
+        if CLASSES >= 4 and need <= WIDTH // 8:
+            top, lse = _forward_in_registers(
+                X, Y, MASK, i, there, begin, ends, sk, lo, hi, stride_mj, scale, softcap, sink,
+                WIDTH // 8, PACKED, HAS_LO, HAS_HI, MASK_KIND, DENSE_MASK, HAS_SOFTCAP, HAS_SINK,
+                UNIFORM, EXACT, FP32, PTX)
+        elif CLASSES >= 3 and need <= WIDTH // 4:
+            top, lse = _forward_in_registers(
+                X, Y, MASK, i, there, begin, ends, sk, lo, hi, stride_mj, scale, softcap, sink,
+                WIDTH // 4, PACKED, HAS_LO, HAS_HI, MASK_KIND, DENSE_MASK, HAS_SOFTCAP, HAS_SINK,
+                UNIFORM, EXACT, FP32, PTX)
+        elif CLASSES >= 2 and need <= WIDTH // 2:
+            top, lse = _forward_in_registers(
+                X, Y, MASK, i, there, begin, ends, sk, lo, hi, stride_mj, scale, softcap, sink,
+                WIDTH // 2, PACKED, HAS_LO, HAS_HI, MASK_KIND, DENSE_MASK, HAS_SOFTCAP, HAS_SINK,
+                UNIFORM, EXACT, FP32, PTX)
+        else:
+            top, lse = _forward_in_registers(
+                X, Y, MASK, i, there, begin, ends, sk, lo, hi, stride_mj, scale, softcap, sink,
+                WIDTH, PACKED, HAS_LO, HAS_HI, MASK_KIND, DENSE_MASK, HAS_SOFTCAP, HAS_SINK,
+                UNIFORM, EXACT, FP32, PTX)
+    else:
+        top, lse = _forward_twice(
+            X, Y, MASK, i, there, begin, end, sk, lo, hi, stride_mj, scale, softcap, sink,
+            WIDTH, HAS_LO, HAS_HI, MASK_KIND, DENSE_MASK, HAS_SOFTCAP, HAS_SINK, UNIFORM, EXACT,
+            FP32)
+    if WANT_LSE:
+        tl.store(LSE + matrix * sq + i, lse, mask=there)
+    if WANT_MAX:
+        top = tl.where(there, top if FP32 else top * LN2, float("-inf"))
+        raise_max(MAX_LOGITS + head, seen_top, top, PTX)
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def softmax_fwd_kernel(
+    X, Y, MASK, SINK, LSE, MAX_LOGITS,
+    programs, heads, sq, sk, lo, hi, scale, softcap,
+    stride_xb, stride_xh, stride_xi,
+    stride_mb, stride_mh, stride_mi, stride_mj,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, CLASSES: tl.constexpr, ONE_PASS: tl.constexpr,
+    PACKED: tl.constexpr, STAGES: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
+    MASK_KIND: tl.constexpr, DENSE_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SINK: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr,
+    UNIFORM: tl.constexpr, TURN: tl.constexpr, ENDS_MEET: tl.constexpr, EXACT: tl.constexpr,
+    STEP: tl.constexpr, PTX: tl.constexpr,
+):
+    if STAGES > 0:  # later rows come in through shared memory while this one is worked on
+        for program in tl.range(tl.program_id(0), programs, tl.num_programs(0), num_stages=STAGES):
+            _forward_tile(
+                program, X, Y, MASK, SINK, LSE, MAX_LOGITS, heads, sq, sk, lo, hi, scale, softcap,
+                stride_xb, stride_xh, stride_xi, stride_mb, stride_mh, stride_mi,
+                stride_mj, ROWS, WIDTH, CLASSES, ONE_PASS, PACKED, HAS_LO, HAS_HI, MASK_KIND,
+                DENSE_MASK, HAS_SOFTCAP, HAS_SINK, WANT_LSE, WANT_MAX, UNIFORM, TURN, ENDS_MEET,
+                EXACT, STEP, PTX)
+    else:
+        _forward_tile(
+            tl.program_id(0), X, Y, MASK, SINK, LSE, MAX_LOGITS, heads, sq, sk, lo, hi, scale,
+            softcap, stride_xb, stride_xh, stride_xi, stride_mb, stride_mh, stride_mi,
+            stride_mj, ROWS, WIDTH, CLASSES, ONE_PASS, PACKED, HAS_LO, HAS_HI, MASK_KIND,
+            DENSE_MASK, HAS_SOFTCAP, HAS_SINK, WANT_LSE, WANT_MAX, UNIFORM, TURN, ENDS_MEET,
+            EXACT, STEP, PTX)
+
+
+# fmt: on
+
+
+def choose_config(
+    sk: int, banded: bool, mask_bytes: int, itemsize: int, unit: int, shared: int
+) -> RowConfig:
+    """The fastest measured on sm_90 with 16-bit scores; see benchmarks/LOG.md.
+
+    mask_bytes: of one element of the mask, 0 without one. shared: bytes that a program may have.
+    """
+    width = width_for(sk)
+    nearly_full = sk > width * 7 // 8
+    if width <= 8192:
+        if width <= 1024:
+            warps = 2 if banded and width <= 128 else 1
+        elif width == 2048:
+            warps = 2
+        elif width == 4096:
+            warps = 4 if banded or mask_bytes or unit == 1 else 2
+        else:
+            warps = 8 if mask_bytes and not banded else 4
+        rows = max(1, 1024 * warps // width)
+        if unit == 1 and mask_bytes:  # too many narrow loads in a thread are not in flight together
+            warps = max(warps, min(32, rows * width // 256))
+        return RowConfig(rows, width, warps, True)
+    if width > 32768:
+        if banded:
+            return RowConfig(1, 4096, 16, False, max_registers=32)
+        return RowConfig(1, 8192, 16, False, max_registers=64)
+    if banded and width == 16384:
+        return RowConfig(1, 2048, 4, False, max_registers=56)
+    if not banded and nearly_full and itemsize == 2 and mask_bytes <= 1 and unit > 1:
+        if width == 16384 and mask_bytes:
+            return RowConfig(1, width, 8, True)
+        warps, stages = (8, 4) if width == 16384 else (32, 3)
+        if (stages - 1) * width * (itemsize + mask_bytes) + 4096 <= shared:
+            return RowConfig(1, width, warps, True, stages=stages)
+    return RowConfig(1, 2048, 8, False, max_registers=32)
+
+
+def rows_of_a_turn(mask: torch.Tensor | None) -> int:
+    """Rows after which another head goes on, so that a mask (b, h, sq, sk) for all heads is still
+    in the L2; 0: heads go one after the other.
+
+    Long turns keep memory accesses together, short ones what the L2 must hold. They are powers of
+    two, since each length of a turn is a variant to compile.
+    """
+    if mask is None or mask.stride(1) != 0 or mask.stride(2) == 0 or mask.shape[1] == 1:
+        return 0
+    sq, sk = mask.shape[2:]
+    longest = (1 << 23) // (sk * mask.element_size()) if sk <= 8192 else 16
+    turn = 1 << (longest.bit_length() - 1)
+    return turn if turn < sq else 0
+
+
+def forward(
+    x: torch.Tensor,
+    mask: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    *,
+    scale: float,
+    softcap: float,
+    band: tuple[int, int],
+    uniform: bool,
+    y: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    max_logits: torch.Tensor | None = None,
+    config: RowConfig | None = None,
+) -> None:
+    """Fills y (b, h, sq, sk) and lse (b, h, sq) fp32, raises max_logits (h,) fp32.
+
+    mask: bool or uint8, nonzero hides; or floating point, added; broadcast by strides of 0.
+    """
+
+    def prepare() -> Prepared | None:
+        b, h, sq, sk = x.shape
+        if x.numel() == 0:
+            return None
+        inner = clamped(band, sq, sk)
+        mask_bytes = 0 if mask is None else mask.element_size()
+        unit = unit_of(sk, x, mask)
+        banded = is_banded(inner, sq, sk)
+        chosen = config or choose_config(
+            sk, banded, mask_bytes, x.element_size(), unit, shared_memory(x.device)
+        )
+        tiles = -(-sq // chosen.rows)
+        turn = -(-rows_of_a_turn(mask) // chosen.rows)
+        turns = -(-tiles // turn) if turn else 1
+        programs = b * h * (turns * turn or tiles)
+        exact = sk % chosen.width == 0 and sq % (chosen.rows * (turn or 1)) == 0
+        return Prepared(
+            (min(programs, num_sms(x.device)) if chosen.stages else programs,),
+            {
+                **{"programs": programs, "heads": h, "sq": sq, "sk": sk // unit},
+                **{"lo": inner[0], "hi": inner[1], "scale": scale, "softcap": softcap},
+                **row_strides("x", x, unit),
+                **({} if mask is None else row_strides("m", mask, unit)),
+                **({} if mask is None else {"stride_mj": mask.stride(3)}),
+                **shape_constants(chosen, inner, sq, sk, unit),
+                "EXACT": exact and not banded,
+                **{"STAGES": chosen.stages, "TURN": turn, "HAS_SOFTCAP": softcap > 0},
+                "MASK_KIND": 0 if mask is None else 2 if mask.is_floating_point() else 1,
+                "DENSE_MASK": mask is not None and mask.stride(3) == 1,
+                **{"HAS_SINK": sink is not None, "UNIFORM": uniform},
+                **{"WANT_LSE": lse is not None, "WANT_MAX": max_logits is not None},
+            },
+            num_warps=chosen.num_warps,
+            max_registers=chosen.max_registers,
+        )
+
+    tensors: Tensors = {
+        **{"X": x, "Y": y, "MASK": mask, "SINK": sink, "LSE": lse, "MAX_LOGITS": max_logits}
+    }
+    launch(softmax_fwd_kernel, (scale, softcap, band, uniform, config), tensors, prepare)
