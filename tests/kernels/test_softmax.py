@@ -63,6 +63,7 @@ def test_heads_that_take_turns(monkeypatch, turn):
     """Some turns end with the rows, some are padded; a mask for each head has none."""
     torch.manual_seed(turn)
     monkeypatch.setattr(softmax_fwd, "rows_of_a_turn", lambda mask: turn)
+    monkeypatch.setattr(softmax_fwd, "choose_config", lambda *_: RowConfig(1, 64, 4, True))
     launch._recipes.clear()
     x, dy = torch.randn(2, 2, 3, 12, 64).unbind()
     for causal in (False, True):
@@ -71,6 +72,35 @@ def test_heads_that_take_turns(monkeypatch, turn):
         with poisoned_memory():
             assert_right(SoftmaxCase(x, dy, None, {**options, "mask": mask}), "triton")
     launch._recipes.clear()
+
+
+@pytest.mark.parametrize("turn", [0, 64])
+@pytest.mark.parametrize("sq", [13, 16])
+def test_nothing_is_written_behind_the_rows(monkeypatch, sq, turn):
+    """Where a row fills its width, only the number of rows says where a program must stop."""
+    monkeypatch.setattr(softmax_fwd, "rows_of_a_turn", lambda mask: turn)
+    launch._recipes.clear()
+    x, dy = torch.randn(2, 1, 2, sq, 64).unbind()
+    size = x.numel()
+    y, dx = (torch.full((size + 2048,), 7.0) for _ in range(2))
+    options = {"scale": 0.5, "softcap": 0.0, "band": (-(1 << 40), 1 << 40)}
+    fitting = y[:size].view(x.shape)
+    softmax_fwd.forward(x, None, None, **options, uniform=False, y=fitting)
+    softmax_bwd.backward(dy, fitting, None, **options, dx=dx[:size].view(x.shape))
+    launch._recipes.clear()
+    assert (y[size:] == 7).all() and (dx[size:] == 7).all()
+    torch.testing.assert_close(fitting, torch.softmax(x * 0.5, -1))
+
+
+@pytest.mark.parametrize("sink", [None, 0.3])
+def test_rows_that_see_nothing_in_full_tiles(sink):
+    """16 rows of 64 columns are a tile without a column to spare; 3 rows of it are hidden."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 1, 2, 16, 64).unbind()
+    hidden = (torch.arange(16) % 6 == 0)[:, None].expand(16, 64).clone()
+    options = {"causal": False, "window": None, "fully_masked": "uniform", "mask": hidden}
+    sinks = None if sink is None else torch.full((2,), sink)
+    assert_right(SoftmaxCase(x, dy, sinks, options), "triton")
 
 
 def test_only_shared_masks_make_heads_take_turns():
