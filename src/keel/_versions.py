@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -25,3 +25,8 @@ def runs_plainly(*tensors: torch.Tensor) -> bool:
         and torch._C._functorch.peek_interpreter_stack() is None
         and all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
     )
+
+
+def flat_group(mesh: Any) -> Any:
+    """The group of all ranks of a device mesh, in its row-major order; flattening is private."""
+    return mesh._flatten().get_group() if mesh.ndim > 1 else mesh.get_group()

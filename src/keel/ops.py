@@ -281,9 +281,39 @@ def _attn_bwd(
     sm_margin: int,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    attn_mask = mask_of_tensors(mask, q.shape[0], k.shape[0])
     scoring = _scoring(sink, bias, alibi_slopes, alibi_offset, scale, softcap)
-    dsink = lse.new_empty(0)
+    dq, dk, dv, dsink, dbias = _gradients(
+        *(dout, dlse, q, k, v, out, lse, mask_of_tensors(mask, q.shape[0], k.shape[0]), scoring),
+        want_dbias=want_dbias,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+        backend=backend,
+        dtype=q.dtype,
+    )
+    dsink = lse.new_empty(0) if dsink is None else dsink
+    dbias = lse.new_empty(0) if dbias is None or bias is None else dbias.to(bias.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, dbias
+
+
+def _gradients(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    attn_mask: AttnMask,
+    scoring: Scoring,
+    *,
+    want_dbias: bool,
+    deterministic: bool,
+    sm_margin: int,
+    backend: str,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(dq, dk, dv, dsink, dbias); the first three in `dtype` or wider."""
+    sink, bias, dsink = scoring.sink, scoring.bias, None
     if backend == "blocked":
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         delta = delta if dlse is None else delta - dlse
@@ -292,32 +322,31 @@ def _attn_bwd(
         )
         if sink is not None:
             dsink = _sink_gradient(sink, lse, delta)
-    else:
-        from keel.kernels import flash_bwd
+        return dq, dk, dv, dsink, dbias
+    from keel.kernels import flash_bwd
 
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        lse2, delta = flash_bwd.row_terms(out, dout, lse, dlse)
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        dbias = None
-        if want_dbias:
-            assert bias is not None
-            dbias = torch.zeros(bias.shape, dtype=torch.float32, device=q.device)
-        q, scoring, factor = _positive_scale(q, scoring)
-        flash_bwd.backward(
-            *(dout, q, k, v, lse2, delta, attn_mask, scoring),
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            dbias=dbias,
-            deterministic=deterministic,
-            sm_margin=sm_margin,
-        )
-        if factor != 1.0:
-            dq.mul_(factor)
-        if sink is not None:
-            dsink = _sink_gradient(sink, lse, delta.T)
-    dbias = lse.new_empty(0) if dbias is None or bias is None else dbias.to(bias.dtype)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, dbias
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    lse2, delta = flash_bwd.row_terms(out, dout, lse, dlse)
+    dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
+    dbias = None
+    if want_dbias:
+        assert bias is not None
+        dbias = torch.zeros(bias.shape, dtype=torch.float32, device=q.device)
+    q, scoring, factor = _positive_scale(q, scoring)
+    flash_bwd.backward(
+        *(dout, q, k, v, lse2, delta, attn_mask, scoring),
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        dbias=dbias,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+    )
+    if factor != 1.0:
+        dq.mul_(factor)
+    if sink is not None:
+        dsink = _sink_gradient(sink, lse, delta.T)
+    return dq, dk, dv, dsink, dbias
 
 
 torch.library.impl("keel::attn_bwd", "CompositeExplicitAutograd", _attn_bwd)
@@ -528,3 +557,36 @@ def accumulate_(
         *(scoring.sink, scoring.bias, scoring.alibi_slopes, scoring.alibi_offset),
         *(scoring.scale, scoring.softcap, sm_margin, backend),
     )
+
+
+@_in_its_own_precision
+@torch.no_grad()
+def partial_gradients(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: AttnMask,
+    scoring: Scoring,
+    *,
+    deterministic: bool,
+    sm_margin: int,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(dq, dk, dv, dsink) of what these keys add to a result over more keys, in lse's precision.
+
+    out and lse are those of all keys; dsink, where scoring has a sink, is therefore that of all.
+    """
+    *grads, dsink, _ = _gradients(
+        *(dout, dlse, q, k, v, out, lse, mask, scoring),
+        want_dbias=False,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+        backend=backend,
+        dtype=lse.dtype,
+    )
+    dq, dk, dv = (x.to(lse.dtype) for x in grads)
+    return dq, dk, dv, dsink

@@ -9,7 +9,13 @@ max_logits are held to fp32 whatever the input dtype. atol is a rounding step at
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import datetime
+import multiprocessing
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -241,3 +247,79 @@ def assert_right(case: Case, *, backend: str, **options: Any) -> None:
     broken = [str(c) for c in judge(case, got) if not c.ok]
     if broken:
         raise AssertionError(f"{case} on {backend} {options}:\n  " + "\n  ".join(broken))
+
+
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120
+) -> list[Any]:
+    """Runs function(rank, *args) in num_ranks processes on gloo; their results in order of rank.
+
+    The function must be importable. The default group is ready, with one thread for each process.
+    An error on any rank is raised here, with its traceback; so is a rank that takes too long.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["keel.testing", "torch.distributed", "keel.distributed"])
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            where = f"file://{folder}/rendezvous"
+            process = context.Process(
+                target=_one_rank,
+                args=(theirs, function, where, rank, num_ranks, timeout, args),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            ranks.append((process, ours))
+        try:
+            return _results(ranks, timeout)
+        finally:
+            for process, _ in ranks:
+                process.kill()
+                process.join()
+
+
+def _results(ranks: list[Any], timeout: float) -> list[Any]:
+    deadline = time.monotonic() + timeout
+    results, errors = [], []
+    for rank, (_, pipe) in enumerate(ranks):
+        try:
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                errors.append(f"rank {rank} did not finish in {timeout} s")
+                continue
+            good, value = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            errors.append(f"rank {rank} died")
+            continue
+        results.append(value)
+        if not good:
+            errors.append(f"rank {rank}: {value}")
+    if errors:
+        raise RuntimeError("\n".join(errors))
+    return results
+
+
+def _one_rank(
+    pipe: Any,
+    function: Callable[..., Any],
+    where: str,
+    rank: int,
+    num_ranks: int,
+    timeout: float,
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        torch.distributed.init_process_group(
+            "gloo",
+            init_method=where,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+        value = (True, function(rank, *args))
+    except BaseException:
+        value = (False, traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(value))
+    pipe.close()

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,221 @@ def test_plan_cannot_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = keel_command("plan", "--documents", "10", "--draw", str(tmp_path / "mask.png"))
     assert result.exit_code == 2 and "needs matplotlib" in _plain(result.output)
+
+
+RANKS = ("plan", "--documents", "3x100,212", "--causal", "--ranks", "4", "--heads", "8:2")
+RANKS_MASK = keel.masks.documents([0, 100, 200, 300, 512], causal=True)
+
+
+def test_plan_over_ranks_as_json() -> None:
+    result = keel_command(*RANKS, "--head-dim", "16", "--balance", "zigzag", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["mask"] == {"tq": 512, "tk": 512, "num_slices": 4, "area": RANKS_MASK.area()}
+    assert found["num_ranks"] == 4 and found["balance"] == "zigzag" and found["picture"] is None
+    dense = RANKS_MASK.to_dense().numpy()
+    for rank, row in enumerate(found["ranks"]):
+        tokens = [
+            *range(64 * rank, 64 * (rank + 1)),
+            *range(64 * (7 - rank), 64 * (8 - rank)),
+        ]
+        seen = dense[tokens].any(0)
+        seen[tokens] = False
+        assert row["area"] == dense[tokens].sum()
+        assert sum(row["forward"]["bytes_in"]) == seen.sum() * 2 * 32 * 2
+        assert row["pieces"] == (2 if rank < 3 else 1)
+    zigzag = found["strategies"][1]
+    assert zigzag["name"] == "zigzag" and zigzag["degree"] == found["degree"]
+    assert zigzag["forward_ms"] == max(row["forward"]["ms"] for row in found["ranks"])
+    assert [x["name"] for x in found["strategies"][3:]] == ["ring", "all-gather", "ulysses"]
+    assert found["strategies"][3]["balance"] is None
+
+
+def test_plan_over_ranks_as_tables() -> None:
+    result = keel_command(*RANKS, "--degree", "2")
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines()[3:])) <= 80
+    for words in (
+        f"area: {RANKS_MASK.area()} of 262144 pairs",
+        "solver on 4 ranks; stages of remote keys: 2 forward, 2 backward; 8:2 heads of dim 128",
+    ):
+        assert words in result.stdout
+    lines = [line.split() for line in result.stdout.splitlines()]
+    first = [line[0] for line in lines if line]
+    ranks = [line for line in lines if len(line) == 12 and line[0].isdigit()]
+    assert [line[:2] for line in ranks] == [[str(n), "128"] for n in range(4)]
+    assert first.count("forward") == first.count("backward") == 3
+    assert first[-6:] == ["contiguous", "zigzag", "solver", "ring", "all-gather", "ulysses"]
+    assert "min" not in first and "..." not in first
+
+
+def test_plan_over_many_ranks_is_collapsed() -> None:
+    result = keel_command("plan", "--documents", "4096", "--causal", "--ranks", "33")
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    first = [line[0] for line in lines if len(line) == 12 or line == ["..."]]
+    shown = [*range(8), "...", *range(25, 33), "min", "mean", "max"]
+    assert first[first.index("0") :] == [str(x) for x in shown]
+    assert "..." not in keel_command("plan", "--documents", "64", "--ranks", "32").stdout
+
+
+def test_plan_over_ranks_of_a_mask_file(tmp_path: Path) -> None:
+    file = tmp_path / "mask.json"
+    content = {
+        "q_ranges": [[0, 40], [40, 64]],
+        "k_ranges": [[0, 40], [0, 48]],
+        "attn_type_map": [1, 0],
+        "total_seqlen_q": 64,
+        "total_seqlen_k": 48,
+    }
+    file.write_text(json.dumps(content))
+    area = 40 * 41 // 2 + 24 * 48
+    result = keel_command("plan", "--mask-file", str(file), "--ranks", "2", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["mask"] == {"tq": 64, "tk": 48, "num_slices": 2, "area": area}
+    result = keel_command("plan", "--mask-file", str(file))
+    assert result.exit_code == 0
+    assert f"area: {area} of 3072 pairs" in result.stdout and "█" in result.stdout
+    content = {**content, "k_ranges": [[0, 40], [0, 64]], "attn_type_map": ["causal", "full"]}
+    del content["total_seqlen_k"]
+    file.write_text(json.dumps(content))
+    result = keel_command("plan", "--mask-file", str(file), "--ranks", "2", "--json")
+    assert json.loads(result.stdout)["mask"]["tk"] == 64
+
+
+def test_plan_says_that_slices_overlap(tmp_path: Path) -> None:
+    file = tmp_path / "mask.json"
+    ranges = "[[0, 8], [0, 8]]"
+    file.write_text(
+        f'{{"q_ranges": {ranges}, "k_ranges": {ranges}, "attn_type_map": [0, 1], '
+        '"total_seqlen_q": 8}'
+    )
+    result = keel_command("plan", "--mask-file", str(file), "--ranks", "2")
+    assert result.exit_code == 0, result.output
+    assert "area: 64 of 64 pairs" in result.stdout and "slices overlap" in result.stdout
+    assert "slices overlap" not in keel_command(*RANKS).stdout
+
+
+GOOD_MASK: dict[str, Any] = {
+    "q_ranges": [[0, 4]],
+    "k_ranges": [[0, 4]],
+    "attn_type_map": [0],
+    "total_seqlen_q": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"q_ranges": None}, "q_ranges of {} must be a list"),
+        ({"q_ranges": [[0, 1, 2]]}, "q_ranges must have shape (n, 2)"),
+        ({"k_ranges": [[0, "4"]]}, "k_ranges must hold integers"),
+        ({"k_ranges": [[0, 5]]}, "k_range [0, 5) ends after the last of 4 tokens"),
+        ({"k_ranges": []}, "must have the same length, got 1 and 0"),
+        ({"attn_type_map": [7]}, "unknown mask type 7"),
+        ({"attn_type_map": [None]}, "{}: "),
+        ({"attn_type_map": [0, 0]}, "attn_type_map must have shape (1,)"),
+        ({"total_seqlen_q": "4"}, "total_seqlen_q of {} must be in 0..16777216, got '4'"),
+        ({"total_seqlen_q": True}, "total_seqlen_q of {} must be in"),
+        ({"total_seqlen_k": 1 << 25}, "total_seqlen_k of {} must be in"),
+        ({"causal": True}, "{} has 'causal', which is no part of a mask"),
+    ],
+)
+def test_plan_refuses_mask_files(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    file = tmp_path / "m"
+    file.write_text(json.dumps({**GOOD_MASK, **change}))
+    result = keel_command("plan", "--mask-file", str(file), "--ranks", "2")
+    assert result.exit_code == 2
+    # Paths have no blanks to break at, so the frame may break them anywhere.
+    squeezed = words.format(file).replace(" ", "")
+    assert squeezed in _plain(result.output).replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot read"),
+        (b"{", "is not JSON"),
+        (b"\xff\xfe\xff", "is not JSON"),
+        (b"[1]", "must hold an object with q_ranges, k_ranges"),
+        (b'{"q_ranges": [], "total_seqlen_q": 4}', "lacks k_ranges, attn_type_map"),
+        (b'{"q_ranges": %s}' % (b"[" * 100_000), "is not JSON"),
+    ],
+)
+def test_plan_refuses_what_is_no_mask_file(
+    content: bytes | None, words: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "m"
+    if content is not None:
+        file.write_bytes(content)
+    result = keel_command("plan", "--mask-file", str(file))
+    assert result.exit_code == 2
+    assert words.replace(" ", "") in _plain(result.output).replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--ranks", "2"), "Missing option '--documents' or '--mask-file'"),
+        (("--documents", "10", "--mask-file", "m", "--ranks", "2"), "both give a mask"),
+        (("--mask-file", "m", "--causal"), "--causal is for --documents"),
+        (("--mask-file", "m", "--window", "1,0"), "--window is for --documents"),
+        (("--documents", "10", "--ranks", "0"), "--ranks"),
+        (("--documents", "10", "--ranks", "4097"), "--ranks"),
+        (("--documents", "16777217", "--ranks", "2"), "plans up to 16777216"),
+        (("--documents", "16777217x1", "--ranks", "2"), "plans up to 16777216"),
+        (("--documents", "2000000x1", "--ranks", "2"), "plans up to 1048576"),
+        (("--documents", "9999999x0", "--ranks", "2"), "plans up to 1048576"),
+        (("--documents", "2x", "--ranks", "2"), "such as 100,300,50 or 1000x1049,500, got '2x'"),
+        (("--documents", "2x3x4", "--ranks", "2"), "wants lengths"),
+        (("--documents", "2x3"), "wants lengths such as 100,300,50, got '2x3'"),
+        (("--documents", "10", "--ranks", "2", "--balance", "best"), "got 'best'"),
+        (("--documents", "10", "--ranks", "2", "--degree", "65"), "wants auto or 0..64, got '65'"),
+        (("--documents", "10", "--ranks", "2", "--degree", "-1"), "wants auto or 0..64"),
+        (("--documents", "10", "--ranks", "2", "--heads", "64"), "such as 64:8, got '64'"),
+        (("--documents", "10", "--ranks", "2", "--heads", "6:4"), "multiple of key heads"),
+        (("--documents", "10", "--ranks", "2", "--head-dim", "0"), "--head-dim"),
+        (("--documents", "10", "--ranks", "2", "--block", "64x64"), "leave it out with --ranks"),
+        (("--documents", "10", "--balance", "zigzag"), "--balance is for a plan over ranks"),
+        (("--documents", "10", "--json"), "--json is for a plan over ranks: give --ranks too"),
+    ],
+)
+def test_plan_over_ranks_refuses(arguments: tuple[str, ...], words: str) -> None:
+    result = keel_command("plan", *arguments)
+    assert result.exit_code == 2
+    assert words in _plain(result.output)
+
+
+def test_plan_draws_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "plan.png"
+    result = keel_command(*RANKS, "--draw", str(picture), "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["picture"] == str(picture)
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+    result = keel_command(*RANKS, "--draw", str(tmp_path / "nowhere" / "plan.png"))
+    assert result.exit_code == 2 and "cannot write" in _plain(result.output)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = keel_command(*RANKS, "--draw", str(picture))
+    assert result.exit_code == 2 and "needs matplotlib" in _plain(result.output)
+
+
+def test_plan_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keel.distributed.report.MAX_PLAN_SIZE", 3)
+    result = keel_command(*RANKS)
+    assert result.exit_code == 2 and "too large to make here" in _plain(result.output)
+
+
+@pytest.mark.parametrize("documents", ["16777216", "15993x1049,559", "9000000,2000x3000,1777216"])
+def test_plan_over_a_thousand_ranks_takes_seconds(documents: str) -> None:
+    begin = time.perf_counter()
+    result = keel_command("plan", "--documents", documents, "--causal", "--ranks", "1024")
+    assert time.perf_counter() - begin < 10
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    ranks = [line[0] for line in lines if len(line) == 12 and line[0].isdigit()]
+    assert ranks == [str(n) for n in (*range(8), *range(1016, 1024))]
 
 
 def test_says_what_to_install() -> None:

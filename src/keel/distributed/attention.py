@@ -1,0 +1,243 @@
+"""`calc_attn`: attention of tokens that are spread over ranks.
+
+Every rank computes the rows of its own queries: first against its own keys, then stage by stage
+against those that arrive, while the next stage travels. Results are merged in fp32 as they come.
+The backward walks the same way, and sends each stage's gradients of keys and values home while
+the next one is computed. At most two stages of remote keys are alive at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from keel.checks import check_qkv, check_scoring, check_sm_margin
+from keel.distributed.agreement import check_agreement
+from keel.distributed.comm import Cast, Reduce
+from keel.distributed.hierarchy import Route, RoutedCast, RoutedReduce, routes_of
+from keel.distributed.keys import AttnKey
+from keel.distributed.maxima import MaxLogitsTracker, start_maximum
+from keel.distributed.plan import Exchange, Plan, Stage
+from keel.masks.inputs import tensors_of_mask
+from keel.meta import AttnForwardMeta, Scoring
+from keel.ops import accumulate_, choose_backend, partial_gradients
+
+Tensor = torch.Tensor
+
+
+def calc_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key: AttnKey,
+    *,
+    sink: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    return_max_logits: bool = False,
+    defer_max_logits: MaxLogitsTracker | None = None,
+    sm_margin: int = 0,
+    backend: str = "auto",
+) -> tuple[Tensor, AttnForwardMeta]:
+    """Attention of this rank's queries over the keys of all ranks.
+
+    Args:
+        q: (local queries, hq, d), in the order of `key.position_ids()`.
+        k, v: (local keys, hk, d), (local keys, hk, dv).
+        key: from `flex_key` or `varlen_key`; the same on all ranks of its group.
+        sink: (hq,) logits, the same on all ranks. Its gradient is that of the local rows, like the
+            gradient of any weight: sum it over the ranks with the others.
+        softmax_scale: d ** -0.5 if None.
+        return_max_logits: also `meta.max_logits` (hq,), the maximum over all ranks; one MAX
+            all-reduce, under way while the result is finished.
+        defer_max_logits: a tracker that takes this rank's maxima; many calls then share one
+            all-reduce, when it is asked for them.
+        sm_margin, backend: as in `flex_flash_attn_func`.
+
+    Returns:
+        (out (local queries, hq, dv), meta with lse (local queries, hq) and max_logits).
+    """
+    if key.group is None:
+        raise ValueError(
+            "this key only plans (it was made with num_ranks): pass a group to its maker"
+        )
+    for name, x, rows in (("q", q, key.num_local), ("k", k, key.num_local_keys)):
+        if isinstance(x, Tensor) and x.ndim and x.shape[0] != rows:
+            raise ValueError(
+                f"{name} has {x.shape[0]} tokens, but the key gives rank {key.rank} {rows}: "
+                "dispatch(x, key) selects them"
+            )
+    check_qkv(q, k, v)
+    if not q.is_cuda and dist.get_backend(key.group) == "nccl":
+        raise ValueError(
+            f"the key's group talks NCCL, which needs CUDA tensors, but q is on {q.device}: move "
+            "it, or make the key with a gloo group"
+        )
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    scoring = Scoring(scale=scale, softcap=float(softcap), sink=sink)
+    check_scoring(scoring, q, k.shape[0])
+    check_sm_margin(sm_margin, q.device)
+    chosen = choose_backend(backend, q.device, q.dtype)
+    if chosen == "reference":
+        raise ValueError("backend 'reference' has no stages: use 'blocked', which is exact in fp64")
+    check_agreement(key)
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    call = _Call(
+        *(key, scoring.scale, scoring.softcap, sm_margin),
+        backend=chosen,
+        want_max=return_max_logits or defer_max_logits is not None,
+        reduce_max=defer_max_logits is None,
+    )
+    out, lse, top = _CalcAttn.apply(q, k, v, sink, call)
+    if defer_max_logits is not None:
+        defer_max_logits.add(top)
+    return out, AttnForwardMeta(lse=lse, max_logits=top if call.want_max else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a call needs beside its tensors. It holds no state: calls may overlap."""
+
+    key: AttnKey
+    scale: float
+    softcap: float
+    sm_margin: int
+    backend: str
+    want_max: bool
+    reduce_max: bool
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        assert self.key.group is not None
+        return self.key.group
+
+    def scoring(self, sink: Tensor | None = None) -> Scoring:
+        return Scoring(scale=self.scale, softcap=self.softcap, sink=sink)
+
+    def cast(self, plan: Plan, stage: int, rows: list[Tensor], what: str) -> Cast | RoutedCast:
+        exchange, route = self._ways(plan, stage)
+        if route is not None and self.key.links is not None:
+            return RoutedCast(rows, route, self.key.links, what)
+        return Cast(rows, exchange, self.group, what)
+
+    def reduce(
+        self, plan: Plan, stage: int, rows: list[Tensor], what: str
+    ) -> Reduce | RoutedReduce:
+        exchange, route = self._ways(plan, stage)
+        if route is not None and self.key.links is not None:
+            return RoutedReduce(rows, route, self.key.links, what)
+        return Reduce(rows, exchange, self.group, what)
+
+    def _ways(self, plan: Plan, stage: int) -> tuple[Exchange, Route | None]:
+        exchange = plan.stages_of(self.key.rank)[stage].exchange
+        assert exchange is not None
+        if self.key.links is None:
+            return exchange, None
+        return exchange, routes_of(plan, self.key.rank, self.key.links.per_node)[stage]
+
+    def stages(
+        self, plan: Plan, k: Tensor, v: Tensor, kept: list[Tensor] | None = None
+    ) -> Iterator[tuple[int, Stage, Tensor, Tensor]]:
+        """(number, stage, k, v) as they arrive; the next one travels while the caller computes.
+
+        `kept` holds keys and values of earlier fetches, which are then not fetched again.
+        """
+        stages = plan.stages_of(self.key.rank)
+
+        def fetch(n: int) -> Cast | RoutedCast | None:
+            if n >= len(stages) or stages[n].exchange is None or kept:
+                return None
+            what = f"fetching keys for stage {n} of {len(stages) - 1} on rank {self.key.rank}"
+            return self.cast(plan, n, [k, v], what)
+
+        coming = fetch(0 if stages[0].exchange is not None else 1)
+        for n, stage in enumerate(stages):
+            if stage.exchange is None:
+                yield n, stage, k, v
+            elif kept:
+                first = 2 * (n - (stages[0].exchange is None))
+                yield n, stage, kept[first], kept[first + 1]
+            else:
+                assert coming is not None
+                stage_k, stage_v = coming.wait()
+                coming = fetch(n + 1)
+                yield n, stage, stage_k, stage_v
+
+
+class _CalcAttn(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        (rows, heads, _), dim = q.shape, v.shape[2]
+        out = torch.zeros(rows, heads, dim, dtype=wide, device=q.device)
+        lse = torch.full((rows, heads), -torch.inf, dtype=wide, device=q.device)
+        top = torch.full((heads,), -torch.inf, dtype=wide, device=q.device)
+        kept: list[Tensor] = []
+        for n, stage, stage_k, stage_v in call.stages(call.key.forward_plan, k, v):
+            scoring = call.scoring(sink if n == 0 else None)  # it joins each row once
+            if rows and (stage.mask.num_slices or scoring.sink is not None):
+                accumulate_(
+                    out,
+                    lse,
+                    top if call.want_max else None,
+                    q,
+                    stage_k,
+                    stage_v,
+                    tensors_of_mask(stage.mask),
+                    scoring,
+                    sm_margin=call.sm_margin,
+                    backend=call.backend,
+                )
+            if call.key.keep_remote_keys and stage.exchange is not None:
+                kept += [stage_k, stage_v]
+        maximum = start_maximum(top, call.group) if call.want_max and call.reduce_max else None
+        out = out.to(q.dtype)
+        if maximum is not None:
+            top = maximum.wait()
+        ctx.save_for_backward(q, k, v, sink, out, lse, *kept)
+        ctx.call = call
+        ctx.mark_non_differentiable(top)
+        ctx.set_materialize_grads(False)
+        return out, lse, top
+
+    @staticmethod
+    def backward(
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, sink, out, lse, *kept = ctx.saved_tensors
+        call: _Call = ctx.call
+        dout = torch.zeros_like(out) if dout is None else dout
+        dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
+        dsink = None if sink is None else torch.zeros_like(sink)
+        returning: Reduce | RoutedReduce | None = None
+        plan = call.key.backward_plan
+        for n, stage, stage_k, stage_v in call.stages(plan, k, v, kept):
+            part_sink = sink if n == 0 else None
+            parts = [torch.zeros_like(x, dtype=lse.dtype) for x in (stage_k, stage_v)]
+            if len(q) and (stage.mask.num_slices or part_sink is not None):
+                part_q, *parts, part_dsink = partial_gradients(
+                    *(dout, dlse, q, stage_k, stage_v, out, lse, stage.mask),
+                    call.scoring(part_sink),
+                    deterministic=True,
+                    sm_margin=call.sm_margin,
+                    backend=call.backend,
+                )
+                dq += part_q
+                dsink = part_dsink if part_sink is not None else dsink
+            if stage.exchange is None:
+                dk += parts[0]
+                dv += parts[1]
+                continue
+            if returning is not None:
+                returning.add_to([dk, dv])
+            what = f"returning gradients of stage {n} on rank {call.key.rank}"
+            returning = call.reduce(plan, n, parts, what)
+        if returning is not None:
+            returning.add_to([dk, dv])
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None

@@ -1,0 +1,72 @@
+"""Max logits over ranks: one MAX all-reduce per call, or one for many calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class PendingMaximum:
+    def __init__(self, work: Any, packed: torch.Tensor) -> None:
+        self._work, self._packed = work, packed
+
+    def wait(self) -> torch.Tensor:
+        self._work.wait()
+        top, bad = self._packed.unbind()
+        return torch.where(bad > 0, torch.nan, top)
+
+
+def start_maximum(top: torch.Tensor, group: dist.ProcessGroup) -> PendingMaximum:
+    """Starts the maximum of (n,) over the ranks of a group; a NaN anywhere stays NaN.
+
+    Backends differ in what a maximum makes of NaN, so NaNs travel beside the numbers.
+    """
+    bad = top.isnan()
+    packed = torch.stack([top.masked_fill(bad, -torch.inf), bad.to(top.dtype)])
+    staged = packed.cpu() if packed.is_cuda and dist.get_backend(group) == "gloo" else packed
+    work = dist.all_reduce(staged, dist.ReduceOp.MAX, group=group, async_op=True)
+    if staged is packed:
+        return PendingMaximum(work, packed)
+    work.wait()
+    packed.copy_(staged)
+    return PendingMaximum(_Done(), packed)
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+class MaxLogitsTracker:
+    """Keeps this rank's max logits of many calls, and reduces them together.
+
+    >>> tracker = MaxLogitsTracker()
+    >>> tracker.add(torch.tensor([1.0, -2.0])); tracker.add(torch.tensor([3.0]))
+    >>> [x.tolist() for x in tracker.local()]
+    [[1.0, -2.0], [3.0]]
+    """
+
+    def __init__(self) -> None:
+        self._tops: list[torch.Tensor] = []
+
+    def add(self, top: torch.Tensor) -> None:
+        self._tops.append(top.detach())
+
+    def local(self) -> list[torch.Tensor]:
+        """(h,) of each call, in order, of this rank alone."""
+        return list(self._tops)
+
+    def reduce(self, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+        """(h,) of each call over all ranks, by one all-reduce; the tracker is empty afterwards.
+
+        Every rank of the group must have made the same calls.
+        """
+        tops, self._tops = self._tops, []
+        if not tops:
+            return []
+        group = dist.group.WORLD if group is None else group
+        assert group is not None
+        packed = start_maximum(torch.cat(tops), group).wait()
+        return list(packed.split([len(x) for x in tops]))

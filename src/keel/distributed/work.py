@@ -1,0 +1,68 @@
+"""What a layout means for a mask: tiles that ranks compute, and rows that they receive."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keel.distributed.layout import Layout
+from keel.masks.arrays import Ints, order_by, ragged_arange
+from keel.masks.intervals import RowIntervals
+from keel.masks.mask import AttnMask
+
+Floats = NDArray[np.float64]
+
+
+def tile_work(mask: AttnMask, unit: int) -> Floats:
+    """(ceil(tq / unit),) tiles of unit x unit pairs that each unit of queries touches."""
+    count = -(-mask.tq // unit)
+    tile, lo, hi = _seen(mask.row_intervals(), np.arange(count + 1) * unit)
+    return _covered(tile, lo // unit, -(-hi // unit), count).astype(np.float64)
+
+
+def work_of_ranks(mask: AttnMask, layout: Layout, unit: int = 128) -> Floats:
+    """(num_ranks,) tiles of each rank; ranks that share a unit share its tiles by tokens."""
+    work = tile_work(mask, unit)
+    bounds = np.minimum(np.arange(len(work) + 1) * unit, mask.tq)
+    before = np.append(0.0, np.cumsum(work))
+    mine = np.interp(layout.ends, bounds, before) - np.interp(layout.starts, bounds, before)
+    return np.bincount(layout.ranks, mine, layout.num_ranks).astype(np.float64)
+
+
+def rows_received(mask: AttnMask, layout: Layout) -> Ints:
+    """(num_ranks,) distinct keys that the queries of a rank see and that it does not hold."""
+    if not mask.tq == mask.tk == layout.total:
+        raise ValueError(f"a layout of {layout.total} tokens does not fit a mask of {mask.shape}")
+    piece, lo, hi = _seen(mask.row_intervals(), np.append(layout.starts, layout.total))
+    rank = np.concatenate([layout.ranks[piece], layout.ranks])
+    lo, hi = np.concatenate([lo, layout.starts]), np.concatenate([hi, layout.ends])
+    return _covered(rank, lo, hi, layout.num_ranks) - layout.rows
+
+
+def _seen(rows: RowIntervals, bounds: Ints) -> tuple[Ints, Ints, Ints]:
+    """(part, lo, hi): the rows bounds[part]..bounds[part + 1] see keys [lo, hi), and so on.
+
+    Intervals of neighbouring rows of a strip overlap or touch, so together they are one stretch.
+    """
+    strip = rows.strip
+    start, end = rows.start[strip], rows.end[strip]
+    first = np.searchsorted(bounds, start, "right") - 1
+    count = np.searchsorted(bounds, end, "left") - first
+    which = np.repeat(np.arange(len(strip)), count)
+    part = first[which] + ragged_arange(count)
+    top = np.maximum(start[which], bounds[part])
+    bottom = np.minimum(end[which], bounds[part + 1]) - 1
+    lo = rows.lo_base[which] + rows.lo_slope[which] * top
+    hi = rows.hi_base[which] + rows.hi_slope[which] * bottom
+    return part, lo, hi
+
+
+def _covered(lane: Ints, start: Ints, end: Ints, num_lanes: int) -> Ints:
+    """(num_lanes,) places that the stretches [start, end) of each lane cover together."""
+    order = order_by(lane, start)
+    lane = lane[order]
+    offset = lane * (int(end.max(initial=0)) + 1)  # keeps lanes apart in the running maximum
+    start, end = start[order] + offset, end[order] + offset
+    reach = np.maximum.accumulate(np.append(0, end))
+    fresh = np.maximum(end - np.maximum(start, reach[:-1]), 0)
+    return np.bincount(lane, fresh, num_lanes).astype(np.int64)

@@ -1,0 +1,326 @@
+"""What ranks run in the tests of context parallelism. Imported by their processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from keel import flex_flash_attn_func, masks
+from keel.distributed import (
+    AttnKey,
+    MaxLogitsTracker,
+    calc_attn,
+    dispatch,
+    flex_key,
+    roll,
+    undispatch,
+    varlen_key,
+)
+from keel.distributed import attention as cp_attention
+from keel.distributed.comm import Cast
+from keel.masks import AttnMask, AttnSlice
+from keel.testing import Case, judge, run_case
+
+
+def band(tq: int, tk: int, lo: int | None, hi: int | None) -> AttnMask:
+    return AttnMask([AttnSlice(0, tq, 0, tk, lo=lo, hi=hi)], tq, tk)
+
+
+def every_mask() -> dict[str, Case]:
+    """Types, documents of one and three tokens, odd lengths, overlaps, cross-attention."""
+    n = 93
+    ranges = [[0, 50], [30, 93], [30, 60], [70, 93]], [[0, 40], [20, 93], [0, 93], [5, 9]]
+    found: dict[str, AttnMask] = {
+        "full": masks.full(n),
+        "causal": masks.causal(n),
+        "inverse causal": band(n, n, 0, None),
+        "bicausal": band(n, n, 0, 0),
+        "window": masks.sliding_window(n, left=7),
+        "wide window": masks.sliding_window(n, left=40, right=3),
+        "window and sinks": masks.sliding_window(n, left=5, sink_tokens=2),
+        "tiny documents": masks.documents([0, 1, 4, 5, 8, 60, 61, n], causal=True),
+        "full documents": masks.documents([0, 20, 41, n]),
+        "window in documents": masks.documents([0, 20, 41, n], window=(4, 0)),
+        "documents and padding": masks.documents([0, 20, 41], causal=True, tq=n, tk=n),
+        "one long document": masks.documents([0, 3, n], causal=True),
+        "prefix": masks.prefix_lm([0, n], [31]),
+        "block causal": masks.block_causal(16, [0, n]),
+        "overlapping": AttnMask.from_ranges(*ranges, [0, 1, 2, 3], n, n),
+        "nothing": AttnMask([], n, n),
+        "one row": AttnMask([AttnSlice(50, 51, 0, n)], n, n),
+        "one key": AttnMask([AttnSlice(0, n, 17, 18)], n, n),
+        "one token": masks.causal(1),
+        "few tokens": masks.causal(5),
+        "more keys": masks.causal(40, 93),
+        "more queries": band(93, 40, None, 5),
+        "cross documents": masks.documents([0, 10, 50], [0, 31, 71]),
+    }
+    torch.manual_seed(0)
+    for number in range(8):
+        dense = torch.rand(64, 64) > (0.5 if number % 2 else 0.97)
+        dense = dense.repeat_interleave(2, 1)[:, :64] if number % 3 else dense
+        found[f"random {number}"] = masks.from_dense(dense)
+    for number in range(9):
+        bounds = sorted({0, 80, *torch.randint(1, 80, (number,)).tolist()})
+        found[f"random documents {number}"] = masks.documents(bounds, causal=number % 2 == 0)
+    cases = {}
+    for number, (name, mask) in enumerate(found.items()):
+        (hq, hk), (d, dv) = ((2, 1), (3, 3), (4, 2))[number % 3], ((8, 8), (16, 8))[number % 2]
+        cases[name] = Case(
+            mask=mask,
+            hq=hq,
+            hk=hk,
+            d=d,
+            dv=dv,
+            dtype=torch.float64,
+            seed=number,
+            sink=number % 3 == 0,
+            softcap=5.0 if number % 4 == 1 else 0.0,
+        )
+    return cases
+
+
+def key_of(case: Case, **options: Any) -> AttnKey:
+    if case.mask.tq != case.mask.tk:
+        options["k_balance"] = "zigzag"
+    return flex_key(case.mask, **options)
+
+
+def spread(case: Case, backend: str = "blocked", **options: Any) -> dict[str, torch.Tensor]:
+    """What `run_case` gives, computed by all ranks and put together on each of them."""
+    key = key_of(case, **options)
+    made = case.tensors()
+    of_keys = ("k", "v")
+    local = {n: dispatch(made[n], key) for n in ("q", "dout", "dlse")}
+    local |= {n: dispatch(made[n], key, keys=True) for n in of_keys}
+    leaves = {n: local[n].requires_grad_() for n in ("q", "k", "v")}
+    if case.sink:
+        leaves["sink"] = made["sink"].requires_grad_()
+    out, meta = calc_attn(
+        *(leaves["q"], leaves["k"], leaves["v"], key),
+        sink=leaves.get("sink"),
+        softcap=case.softcap,
+        return_max_logits=True,
+        backend=backend,
+    )
+    finite = torch.where(meta.lse == -torch.inf, 0.0, meta.lse)
+    loss = (out * local["dout"]).sum() + (finite * local["dlse"]).sum()
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    assert meta.max_logits is not None
+    results = {"max_logits": meta.max_logits}
+    for name, x in (("out", out), ("lse", meta.lse)):
+        results[name] = undispatch(x.detach(), key)
+    for name, grad in zip(leaves, grads, strict=True):
+        if name == "sink":
+            total = grad.cpu()
+            dist.all_reduce(total)
+            results["dsink"] = total.to(grad.device)
+        else:
+            results[f"d{name}"] = undispatch(grad, key, keys=name in of_keys)
+    return results
+
+
+def largest_difference(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    assert got.keys() == want.keys()
+    worst = 0.0
+    for name, x in got.items():
+        assert x.shape == want[name].shape and x.dtype == want[name].dtype
+        difference = torch.where(x == want[name], 0.0, (x - want[name]).abs())
+        worst = max(worst, float(difference.max()) if difference.numel() else 0.0)
+        if difference.isnan().any():
+            worst = float("inf")
+    return worst
+
+
+def check_every_mask(rank: int, options: dict[str, Any]) -> dict[str, float]:
+    return {
+        name: largest_difference(spread(case, **options), run_case(case, backend="blocked"))
+        for name, case in every_mask().items()
+    }
+
+
+def check_nodes(rank: int, nodes: int, per_node: int, degree: int) -> dict[str, float]:
+    mesh = init_device_mesh("cpu", (nodes, per_node), mesh_dim_names=("node", "place"))
+    return check_every_mask(rank, {"group": mesh, "degree": degree, "balance": "zigzag"})
+
+
+def check_by_the_rule(
+    rank: int,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    device: str = "cpu",
+    backend: str = "blocked",
+) -> list[str]:
+    """What breaks the tolerance rule, over all masks."""
+    broken = []
+    for name, case in every_mask().items():
+        rounded = replace(case, dtype=dtype, device=device)
+        found = judge(rounded, spread(rounded, backend, **options))
+        broken += [f"{name} {comparison}" for comparison in found if not comparison.ok]
+    return broken
+
+
+def check_long_documents(rank: int) -> float:
+    """11,021 tokens, in documents, over 7 ranks."""
+    bounds = [0, 1, 4, 900, 901, 2500, 2503, 6000, 9999, 11_021]
+    case = Case(mask=masks.documents(bounds, causal=True), hq=1, d=8, dtype=torch.float64)
+    got = spread(case, balance="contiguous", degree=2)
+    return largest_difference(got, run_case(case, backend="blocked"))
+
+
+def check_movement(rank: int, balance: str) -> None:
+    """dispatch, undispatch and roll, with gradients, in any dim."""
+    total = 37
+    key = varlen_key([0, 10, total], causal=True, balance=balance)
+    x = torch.arange(3 * total * 2, dtype=torch.float64).view(3, total, 2)
+    here = dispatch(x, key, dim=1).requires_grad_()
+    assert torch.equal(here[0, :, 0].long() // 2, key.position_ids())
+    back = undispatch(here, key, dim=1)
+    assert torch.equal(back, x)
+    weights = torch.rand(x.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
+    (grad,) = torch.autograd.grad((back * weights).sum(), here)
+    assert torch.equal(grad, dispatch(weights, key, dim=1))
+    partial = undispatch(here, key, dim=1, replicated=False)
+    (grad,) = torch.autograd.grad((partial * weights * (rank + 1)).sum(), here)
+    factor = sum(range(1, dist.get_world_size() + 1))
+    torch.testing.assert_close(grad, dispatch(weights, key, dim=1) * factor)
+    for shift in (0, 1, -1, 5, -36, 37, 50):
+        rolled = roll(here, shift, key, dim=1)
+        assert torch.equal(rolled, dispatch(x.roll(shift, 1), key, dim=1)), shift
+        (grad,) = torch.autograd.grad((rolled * dispatch(weights, key, dim=1)).sum(), here)
+        assert torch.equal(grad, dispatch(weights.roll(-shift, 1), key, dim=1)), shift
+
+
+def check_tracker(rank: int) -> None:
+    """Deferred maxima of two layers, one of them with a NaN on one rank only."""
+    key = flex_key(masks.causal(24), balance="contiguous")
+    tracker = MaxLogitsTracker()
+    tops = []
+    for layer in range(2):
+        random = torch.Generator().manual_seed(layer)
+        q, k, v = torch.randn(3, 24, 2, 8, generator=random, dtype=torch.float64).unbind()
+        if layer:
+            q[1, 1] = torch.nan  # a token of rank 0
+        local = [dispatch(t, key) for t in (q, k, v)]
+        _, meta = calc_attn(*local, key, defer_max_logits=tracker)
+        _, direct = calc_attn(*local, key, return_max_logits=True)
+        tops.append(direct.max_logits)
+        torch.testing.assert_close(meta.max_logits, tracker.local()[layer], equal_nan=True)
+    reduced = tracker.reduce()
+    assert tracker.local() == [] and len(reduced) == 2
+    for got, want in zip(reduced, tops, strict=True):
+        torch.testing.assert_close(got, want, atol=0, rtol=0, equal_nan=True)
+    assert tops[1].isnan().tolist() == [False, True]
+
+
+def check_overlap(rank: int) -> tuple[list[tuple[str, int, float]], int]:
+    """(start and end of each stage's journey and computation, most stages alive at once)."""
+    events: list[tuple[str, int, float]] = []
+    alive, most = 0, 0
+
+    class Slow(Cast):
+        def __init__(self, *args: Any) -> None:
+            nonlocal alive, most
+            alive += 1
+            most = max(most, alive)
+            self.number = len([e for e in events if e[0] == "sent"]) + 1
+            events.append(("sent", self.number, time.monotonic()))
+            super().__init__(*args)
+
+        def wait(self) -> list[torch.Tensor]:
+            nonlocal alive
+            events.append(("wanted", self.number, time.monotonic()))
+            found = super().wait()
+            events.append(("there", self.number, time.monotonic()))
+            return found
+
+    real = cp_attention.accumulate_
+
+    def accumulate(*args: Any, **kwargs: Any) -> None:
+        nonlocal alive
+        stage = len([e for e in events if e[0] == "computed"])
+        events.append(("computing", stage, time.monotonic()))
+        time.sleep(0.05)
+        real(*args, **kwargs)
+        events.append(("computed", stage, time.monotonic()))
+        alive -= stage > 0
+
+    cp_attention.Cast, cp_attention.accumulate_ = Slow, accumulate  # type: ignore[misc]
+    key = flex_key(masks.full(64), degree=3, balance="contiguous")
+    x = torch.randn(16, 1, 8, dtype=torch.float64)
+    calc_attn(x, x, x, key)
+    return events, most
+
+
+def check_two_calls_at_once(rank: int) -> None:
+    """Two calls with one key, whose backwards run in the other order."""
+    case = every_mask()["causal"]
+    key = key_of(case, degree=2)
+    calls = []
+    for seed in range(2):
+        made = replace(case, seed=seed).tensors()
+        leaves = [dispatch(made[n], key).requires_grad_() for n in ("q", "k", "v")]
+        calls.append((made, leaves, calc_attn(*leaves, key)[0]))
+    for made, leaves, out in reversed(calls):
+        grads = torch.autograd.grad(out, leaves, dispatch(made["dout"], key))
+        full = [made[n].clone().requires_grad_() for n in ("q", "k", "v")]
+        want, _ = flex_flash_attn_func(*full, case.mask, backend="blocked")
+        wants = torch.autograd.grad(want, full, made["dout"])
+        for got, ref in zip(grads, wants, strict=True):
+            torch.testing.assert_close(got, dispatch(ref, key), atol=1e-10, rtol=0)
+
+
+def message_of_disagreement(rank: int, what: str) -> str:
+    mask = masks.causal(40 if what != "mask" or rank != 1 else 41)
+    options: dict[str, Any] = {"balance": "contiguous"}
+    if what == "degree" and rank == 1:
+        options["degree"] = 3
+    if what == "layout" and rank == 1:
+        options["balance"] = "zigzag"
+    key = flex_key(mask, **options)
+    x = torch.zeros(key.num_local, 1, 8)
+    try:
+        calc_attn(x, x, x, key)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def message_of_an_old_key(rank: int) -> str:
+    """Rank 1 goes back to a key that all have used."""
+    os.environ["KEEL_CHECK_AGREEMENT"] = "always"
+    old, new = (flex_key(mask, balance="zigzag") for mask in (masks.full(40), masks.causal(40)))
+    x = torch.zeros(20, 1, 8)
+    for key in (old, new):
+        calc_attn(x, x, x, key)
+    try:
+        calc_attn(x, x, x, old if rank else new)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def die_on_rank_one(rank: int) -> str:
+    key = flex_key(masks.full(40), balance="contiguous")
+    x = torch.randn(key.num_local, 1, 8)
+    calc_attn(x, x, x, key)
+    if rank == 1:
+        return "left"
+    try:
+        calc_attn(x, x, x, key)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def same_bits_twice(rank: int) -> bool:
+    mask = masks.documents([0, 100, 257], causal=True)
+    case = Case(mask=mask, hq=4, hk=2, d=8, dtype=torch.float32)
+    first, second = (spread(case, degree=2) for _ in range(2))
+    return all(torch.equal(first[name], second[name]) for name in first)
