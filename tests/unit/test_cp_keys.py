@@ -20,6 +20,7 @@ from keel.distributed import (
     calc_attn,
     dispatch,
     flex_key,
+    get_position_ids,
     make_plan,
     undispatch,
     varlen_key,
@@ -77,6 +78,14 @@ def test_fingerprints_are_the_same_in_every_process():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == str(flex_key(masks.causal(100), **PLANNING).fingerprint)
+
+
+def test_a_picture_of_a_key(tmp_path):
+    key = flex_key(masks.causal(256), **PLANNING, balance="zigzag")
+    key.draw(str(tmp_path / "key.png"), title="four ranks")
+    picture = (tmp_path / "key.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 5000
+    assert torch.equal(get_position_ids(key), key.position_ids())
 
 
 def test_describe_names_every_rank():

@@ -3,7 +3,7 @@
 from keel.distributed.attention import calc_attn
 from keel.distributed.cost import CostModel
 from keel.distributed.dispatch import dispatch, roll, undispatch
-from keel.distributed.keys import AttnKey, flex_key, varlen_key
+from keel.distributed.keys import AttnKey, flex_key, get_position_ids, varlen_key
 from keel.distributed.layout import Layout
 from keel.distributed.maxima import MaxLogitsTracker
 from keel.distributed.plan import Plan, make_plan
@@ -17,6 +17,7 @@ __all__ = [
     "calc_attn",
     "dispatch",
     "flex_key",
+    "get_position_ids",
     "make_plan",
     "roll",
     "undispatch",

@@ -128,6 +128,12 @@ class AttnKey:
             f"tokens here, degree {self.degree} / {self.backward_degree})"
         )
 
+    def draw(self, path: str, *, title: str | None = None) -> None:
+        """A picture: who holds which tokens, who sends how much to whom (needs matplotlib)."""
+        from keel.distributed.report import draw_plan
+
+        draw_plan(self, path, title=title)
+
     def describe(self) -> str:
         """A table of what each rank holds, computes and receives in the forward."""
         plan, lines = (
@@ -143,6 +149,11 @@ class AttnKey:
                 f"{area[rank] / mean:7.3f}  {rows[rank]:10d}"
             )
         return "\n".join(lines)
+
+
+def get_position_ids(key: AttnKey, device: torch.device | str = "cpu") -> torch.Tensor:
+    """`key.position_ids(device)`."""
+    return key.position_ids(device)
 
 
 def hash_of(layout: Layout) -> bytes:
