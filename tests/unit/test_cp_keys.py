@@ -174,7 +174,7 @@ def test_stages_pay_when_a_fetch_is_as_long_as_the_work():
 def test_the_solver_balances_where_that_pays():
     """Few tokens on slow links stay in order; many, or on links that cost nothing, do not."""
     free = CostModel(gb_per_s=1e9, latency_us=0.0)
-    small, large = masks.causal(1000), masks.causal(1 << 20)
+    small, large = masks.documents([0, 350, 500, 1000], causal=True), masks.causal(1 << 20)
     assert flex_key(small, **PLANNING).q_layout == contiguous(1000, 4)
     for mask, cost in ((small, free), (large, None)):
         plan = flex_key(mask, **PLANNING, cost=cost).forward_plan

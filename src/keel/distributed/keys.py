@@ -20,7 +20,13 @@ from keel import masks
 from keel._versions import flat_group
 from keel.distributed import layout as layouts
 from keel.distributed.balance import balanced
-from keel.distributed.cost import CostModel, best_degree, first_of_the_best
+from keel.distributed.cost import (
+    MAX_AUTO_DEGREE,
+    CostModel,
+    best_degree,
+    estimate,
+    first_of_the_best,
+)
 from keel.distributed.hierarchy import Links
 from keel.distributed.layout import Layout
 from keel.distributed.plan import MAX_DEGREE, Plan, make_plan
@@ -31,6 +37,9 @@ from keel.masks.mask import RangesLike, TypesLike
 Balance = Literal["contiguous", "zigzag", "solver"]
 Degree = int | Literal["auto"]
 Group = dist.ProcessGroup | DeviceMesh | None
+
+MAX_PLANNED_RANKS = 256
+"""Up to so many ranks the solver compares layouts by their plans."""
 
 UNIT = 128
 """The solver hands out tokens in runs of this many: the rows of a kernel's tile."""
@@ -340,17 +349,31 @@ def _layout(
 
 @functools.lru_cache(maxsize=64)
 def _solved(mask: AttnMask, size: int, model: CostModel) -> Layout:
-    """The balanced layout; or a contiguous one, where balance does not pay for its traffic."""
+    """The balanced layout; or a simple one, where balance does not pay for its traffic."""
     unit = max(1, min(UNIT, mask.tq // (8 * size)))  # or few tokens would be few runs
-    candidates = [layouts.contiguous(mask.tq, size), balanced(mask, size, unit=unit)]
-    times = []
-    for layout in candidates:
-        area = work_of_ranks(mask, layout, unit).max(initial=0.0) * unit * unit
-        rows = rows_received(mask, layout).max(initial=0)
-        times.append(
-            sum(  # what is not longer than the other is hidden, as far as this choice goes
-                max(float(model.compute_ms(area, back)), float(model.transfer_ms(rows, back)))
-                for back in (False, True)
-            )
-        )
+    candidates = [make(mask.tq, size) for make in (layouts.contiguous, layouts.zigzag)]
+    candidates.append(balanced(mask, size, unit=unit))
+    expected = _planned_ms if size <= MAX_PLANNED_RANKS else _rough_ms
+    times = [expected(mask, layout, model) for layout in candidates]
     return candidates[first_of_the_best(times)]
+
+
+def _planned_ms(mask: AttnMask, layout: Layout, model: CostModel) -> float:
+    """Both directions, with few stages or many."""
+    plans = [make_plan(mask, layout, layout, degree) for degree in (1, MAX_AUTO_DEGREE)]
+    return sum(
+        min(estimate(plan, model, backward=back).slowest for plan in plans)
+        for back in (False, True)
+    )
+
+
+def _rough_ms(mask: AttnMask, layout: Layout, model: CostModel) -> float:
+    """The same without plans, which are large for many ranks: the shorter of work and traffic is
+    taken to be hidden.
+    """
+    area = work_of_ranks(mask, layout, UNIT).max(initial=0.0) * UNIT * UNIT
+    rows = rows_received(mask, layout).max(initial=0)
+    return sum(
+        max(float(model.compute_ms(area, back)), float(model.transfer_ms(rows, back)))
+        for back in (False, True)
+    )
