@@ -174,9 +174,10 @@ def test_stages_pay_when_a_fetch_is_as_long_as_the_work():
 def test_the_solver_balances_where_that_pays():
     """Few tokens on slow links stay in order; many, or on links that cost nothing, do not."""
     free = CostModel(gb_per_s=1e9, latency_us=0.0)
-    small, large = masks.documents([0, 350, 500, 1000], causal=True), masks.causal(1 << 20)
-    assert flex_key(small, **PLANNING).q_layout == contiguous(1000, 4)
-    for mask, cost in ((small, free), (large, None)):
+    documents = masks.documents([0, 350, 500, 1000], causal=True)
+    assert flex_key(documents, **PLANNING).q_layout == contiguous(1000, 4)
+    assert flex_key(documents, **PLANNING, cost=free).q_layout != contiguous(1000, 4)
+    for mask, cost in ((masks.causal(1000), free), (masks.causal(1 << 20), None)):
         plan = flex_key(mask, **PLANNING, cost=cost).forward_plan
         area = plan.areas.sum(1)
         assert area.max() / area.mean() < 1.05
