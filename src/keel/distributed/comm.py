@@ -7,6 +7,7 @@ copies are added in the order of the ranks, in fp32 or wider, so that results re
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from typing import Any
@@ -17,8 +18,6 @@ import torch.distributed as dist
 from keel.distributed.plan import Exchange
 
 logger = logging.getLogger("keel")
-
-_staged: set[str] = set()
 
 
 class Pending:
@@ -51,7 +50,7 @@ def start_all_to_all(
     """Starts to move rows (n, columns), ordered by destination; they arrive ordered by source."""
     if dist.get_backend(group) == "gloo":  # knows few dtypes, and crashes on CUDA tensors
         if rows.is_cuda:
-            _say_staged(what)
+            _say_staged()
             rows = rows.cpu()
         rows = rows.view(torch.uint8)
     received = rows.new_empty(sum(recv_counts), rows.shape[1])
@@ -61,13 +60,12 @@ def start_all_to_all(
     return Pending(work, received, rows, what)
 
 
-def _say_staged(what: str) -> None:
-    if not _staged:
-        _staged.add(what)
-        logger.warning(
-            "keel moves CUDA tensors through host memory, since the group's backend is gloo: "
-            "right, but slow; use NCCL where every rank has a GPU of its own"
-        )
+@functools.cache
+def _say_staged() -> None:
+    logger.warning(
+        "keel moves CUDA tensors through host memory, since the group's backend is gloo: right, "
+        "but slow; use NCCL where every rank has a GPU of its own"
+    )
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -150,17 +148,17 @@ class Reduce:
     def add_to(self, targets: list[torch.Tensor]) -> None:
         """Adds what arrives to the owners' rows (rows, ...), in the order of the ranks."""
         rows = self._pending.rows(self._like)
-        moved = self._exchange.tensors(self._like.device)
         flat = [_flat(x) for x in targets]
         parts = list(rows.split([x.shape[1] for x in flat], 1))
         pair, sums = _pair(parts), _pair(flat)
         if pair is not None and sums is not None:
             from keel.kernels.rows import add_rows
 
-            add_rows(pair, sums, moved.returning_rows, moved.bounds, moved.places)
+            add_rows(pair, sums, *self._exchange.returning(self._like.device))
             return
         counts = self._exchange.send_counts
+        index = self._exchange.tensors(self._like.device).send_rows
         # A rank asks for a row once, so no two additions of a part meet: the order is fixed.
         for part, target in zip(parts, flat, strict=True):
-            for where, some in zip(moved.send_rows.split(counts), part.split(counts), strict=True):
+            for where, some in zip(index.split(counts), part.split(counts), strict=True):
                 target.index_add_(0, where, some.to(target.dtype))

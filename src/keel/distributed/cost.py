@@ -15,12 +15,16 @@ from numpy.typing import NDArray
 
 from keel.distributed.layout import Layout
 from keel.distributed.plan import Plan, make_plan
+from keel.distributed.work import rows_received, work_of_ranks
 from keel.masks import AttnMask
 
 Floats = NDArray[np.floating[Any]]
 
 MAX_AUTO_DEGREE = 4
 """More stages than this never paid: each adds a latency and a merge of the results."""
+
+MAX_PLANNED_RANKS = 256
+"""Beyond it layouts are compared without plans, which grow large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +113,28 @@ def best_degree(
         for degree in range(1, MAX_AUTO_DEGREE + 1)
     ]
     return 1 + first_of_the_best(times)
+
+
+def expected_ms(mask: AttnMask, layout: Layout, model: CostModel) -> float:
+    """Of self-attention on a layout, both directions, with few stages or many."""
+    if layout.num_ranks > MAX_PLANNED_RANKS:
+        return _rough_ms(mask, layout, model)
+    plans = [make_plan(mask, layout, layout, degree) for degree in (1, MAX_AUTO_DEGREE)]
+    return sum(
+        min(estimate(plan, model, backward=back).slowest for plan in plans)
+        for back in (False, True)
+    )
+
+
+def _rough_ms(mask: AttnMask, layout: Layout, model: CostModel) -> float:
+    """The shorter of work and traffic is taken to be hidden."""
+    unit = 128
+    area = work_of_ranks(mask, layout, unit).max(initial=0.0) * unit * unit
+    rows = rows_received(mask, layout).max(initial=0)
+    return sum(
+        max(float(model.compute_ms(area, back)), float(model.transfer_ms(rows, back)))
+        for back in (False, True)
+    )
 
 
 def first_of_the_best(times: list[float]) -> int:

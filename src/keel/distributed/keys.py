@@ -20,26 +20,16 @@ from keel import masks
 from keel._versions import flat_group
 from keel.distributed import layout as layouts
 from keel.distributed.balance import balanced
-from keel.distributed.cost import (
-    MAX_AUTO_DEGREE,
-    CostModel,
-    best_degree,
-    estimate,
-    first_of_the_best,
-)
+from keel.distributed.cost import CostModel, best_degree, expected_ms, first_of_the_best
 from keel.distributed.hierarchy import Links
 from keel.distributed.layout import Layout
 from keel.distributed.plan import MAX_DEGREE, Plan, make_plan
-from keel.distributed.work import rows_received, work_of_ranks
 from keel.masks import AttnMask
 from keel.masks.mask import RangesLike, TypesLike
 
 Balance = Literal["contiguous", "zigzag", "solver"]
 Degree = int | Literal["auto"]
 Group = dist.ProcessGroup | DeviceMesh | None
-
-MAX_PLANNED_RANKS = 256
-"""Up to so many ranks the solver compares layouts by their plans."""
 
 UNIT = 128
 """The solver hands out tokens in runs of this many: the rows of a kernel's tile."""
@@ -107,8 +97,8 @@ class AttnKey:
         """What ranks must agree on, as 63-bit numbers."""
         parts = {
             "mask": self.mask.digest,
-            "layout of the queries": repr(hash_of(self.q_layout)).encode(),
-            "layout of the keys": repr(hash_of(self.k_layout)).encode(),
+            "layout of the queries": self.q_layout.digest,
+            "layout of the keys": self.k_layout.digest,
             "degree": str((self.degree, self.backward_degree)).encode(),
             "keep_remote_keys": str(self.keep_remote_keys).encode(),
             "number of ranks in a node": str(self.links and self.links.per_node).encode(),
@@ -145,10 +135,8 @@ class AttnKey:
 
     def describe(self) -> str:
         """A table of what each rank holds, computes and receives in the forward."""
-        plan, lines = (
-            self.forward_plan,
-            ["rank   tokens  pieces          area  of mean    receives"],
-        )
+        plan = self.forward_plan
+        lines = ["rank   tokens  pieces          area  of mean    receives"]
         area, rows = plan.areas.sum(1), plan.rows_received.sum(1)
         pieces = np.bincount(self.q_layout.ranks, minlength=self.num_ranks)
         mean = max(area.mean(), 1)
@@ -163,11 +151,6 @@ class AttnKey:
 def get_position_ids(key: AttnKey, device: torch.device | str = "cpu") -> torch.Tensor:
     """`key.position_ids(device)`."""
     return key.position_ids(device)
-
-
-def hash_of(layout: Layout) -> bytes:
-    content = np.concatenate([layout.starts, layout.ranks, [layout.total, layout.num_ranks]])
-    return hashlib.sha256(content.astype(np.int64).tobytes()).digest()
 
 
 def flex_key(
@@ -288,6 +271,8 @@ def _group_of(
         if num_ranks < 1 or not 0 <= me < num_ranks:
             raise ValueError(f"rank must be in 0..{num_ranks - 1}, got {me}")
         return None, num_ranks, me
+    if rank is not None:
+        raise ValueError("rank goes with num_ranks, to plan without a group: a group knows its own")
     if isinstance(group, DeviceMesh):
         if group.ndim > 2:
             raise ValueError(
@@ -353,27 +338,4 @@ def _solved(mask: AttnMask, size: int, model: CostModel) -> Layout:
     unit = max(1, min(UNIT, mask.tq // (8 * size)))  # or few tokens would be few runs
     candidates = [make(mask.tq, size) for make in (layouts.contiguous, layouts.zigzag)]
     candidates.append(balanced(mask, size, unit=unit))
-    expected = _planned_ms if size <= MAX_PLANNED_RANKS else _rough_ms
-    times = [expected(mask, layout, model) for layout in candidates]
-    return candidates[first_of_the_best(times)]
-
-
-def _planned_ms(mask: AttnMask, layout: Layout, model: CostModel) -> float:
-    """Both directions, with few stages or many."""
-    plans = [make_plan(mask, layout, layout, degree) for degree in (1, MAX_AUTO_DEGREE)]
-    return sum(
-        min(estimate(plan, model, backward=back).slowest for plan in plans)
-        for back in (False, True)
-    )
-
-
-def _rough_ms(mask: AttnMask, layout: Layout, model: CostModel) -> float:
-    """The same without plans, which are large for many ranks: the shorter of work and traffic is
-    taken to be hidden.
-    """
-    area = work_of_ranks(mask, layout, UNIT).max(initial=0.0) * UNIT * UNIT
-    rows = rows_received(mask, layout).max(initial=0)
-    return sum(
-        max(float(model.compute_ms(area, back)), float(model.transfer_ms(rows, back)))
-        for back in (False, True)
-    )
+    return candidates[first_of_the_best([expected_ms(mask, x, model) for x in candidates])]

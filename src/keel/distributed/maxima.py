@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 
 class PendingMaximum:
-    def __init__(self, work: Any, packed: torch.Tensor) -> None:
-        self._work, self._packed = work, packed
+    def __init__(self, work: Any, packed: torch.Tensor, device: torch.device) -> None:
+        self._work, self._packed, self._device = work, packed, device
 
     def wait(self) -> torch.Tensor:
         self._work.wait()
-        top, bad = self._packed.unbind()
+        top, bad = self._packed.to(self._device).unbind()
         return torch.where(bad > 0, torch.nan, top)
 
 
@@ -25,18 +25,10 @@ def start_maximum(top: torch.Tensor, group: dist.ProcessGroup) -> PendingMaximum
     """
     bad = top.isnan()
     packed = torch.stack([top.masked_fill(bad, -torch.inf), bad.to(top.dtype)])
-    staged = packed.cpu() if packed.is_cuda and dist.get_backend(group) == "gloo" else packed
-    work = dist.all_reduce(staged, dist.ReduceOp.MAX, group=group, async_op=True)
-    if staged is packed:
-        return PendingMaximum(work, packed)
-    work.wait()
-    packed.copy_(staged)
-    return PendingMaximum(_Done(), packed)
-
-
-class _Done:
-    def wait(self) -> None:
-        return None
+    if dist.get_backend(group) == "gloo":
+        packed = packed.cpu()
+    work = dist.all_reduce(packed, dist.ReduceOp.MAX, group=group, async_op=True)
+    return PendingMaximum(work, packed, top.device)
 
 
 class MaxLogitsTracker:

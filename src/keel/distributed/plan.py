@@ -43,12 +43,16 @@ class ExchangeTensors(NamedTuple):
     """An exchange on a device, int64."""
 
     send_rows: torch.Tensor
-    returning_rows: torch.Tensor
-    """Distinct rows of send_rows, ascending; copies of row n come back at the places ..."""
+    order: torch.Tensor | None
+
+
+class ReturnTensors(NamedTuple):
+    """The way back on a device, int64: copies of rows[n] come to places[bounds[n]:bounds[n + 1]],
+    in the order of the ranks."""
+
+    rows: torch.Tensor
     bounds: torch.Tensor
     places: torch.Tensor
-    """... places[bounds[n]:bounds[n + 1]], in the order of the ranks."""
-    order: torch.Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,25 +67,33 @@ class Exchange:
     """Where each wanted row stands among the received ones; None: they are in order."""
 
     _on_devices: dict[torch.device, ExchangeTensors] = field(default_factory=dict)
+    _returning: dict[torch.device, ReturnTensors] = field(default_factory=dict)
 
     @property
     def num_received(self) -> int:
         return sum(self.recv_counts)
 
     def tensors(self, device: torch.device) -> ExchangeTensors:
-        """What kernels need on a device, copied there once."""
+        """Copied to a device once."""
         if device not in self._on_devices:
-            rows, count = np.unique(self.send_rows, return_counts=True)
-            places = np.argsort(self.send_rows, kind="stable")  # of one row: by rank
             with torch.inference_mode(False):  # kept: must serve evaluation and training alike
                 self._on_devices[device] = ExchangeTensors(
-                    send_rows=torch.from_numpy(self.send_rows).to(device),
-                    returning_rows=torch.from_numpy(rows).to(device),
-                    bounds=torch.from_numpy(np.append(0, np.cumsum(count))).to(device),
-                    places=torch.from_numpy(places).to(device),
-                    order=None if self.order is None else torch.from_numpy(self.order).to(device),
+                    torch.from_numpy(self.send_rows).to(device),
+                    None if self.order is None else torch.from_numpy(self.order).to(device),
                 )
         return self._on_devices[device]
+
+    def returning(self, device: torch.device) -> ReturnTensors:
+        """For the kernel that adds what comes back; copied to a device once."""
+        if device not in self._returning:
+            rows, count = np.unique(self.send_rows, return_counts=True)
+            places = np.argsort(self.send_rows, kind="stable")  # of one row: by rank
+            bounds = np.append(0, np.cumsum(count))
+            with torch.inference_mode(False):
+                self._returning[device] = ReturnTensors(
+                    *(torch.from_numpy(x).to(device) for x in (rows, bounds, places))
+                )
+        return self._returning[device]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
