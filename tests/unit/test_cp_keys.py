@@ -17,6 +17,7 @@ from keel import flex_flash_attn_func, masks
 from keel.distributed import (
     CostModel,
     Layout,
+    MaxLogitsTracker,
     calc_attn,
     dispatch,
     flex_key,
@@ -103,6 +104,8 @@ def test_describe_names_every_rank():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"num_ranks": 0}, "num_ranks must be at least 1, got 0"),
+        ({"rank": 1}, "rank goes with num_ranks"),
         ({"num_ranks": 4, "rank": 4}, r"rank must be in 0\.\.3, got 4"),
         ({**PLANNING, "balance": "fair"}, "must be 'contiguous', 'zigzag', 'solver' or a Layout"),
         ({**PLANNING, "balance": contiguous(99, 4)}, "99 tokens over 4 ranks, expected 100 over 4"),
@@ -132,8 +135,20 @@ def test_refused_without_what_is_needed():
     x = torch.zeros(key.num_local, 1, 8)
     with pytest.raises(ValueError, match="only plans"):
         calc_attn(x, x, x, key)
+    for call in (dispatch, undispatch):
+        with pytest.raises(TypeError, match="x must be a tensor, got list"):
+            call([1, 2], key)
     with pytest.raises(ValueError, match="99 tokens in dim 0"):
         dispatch(torch.zeros(99), key)
+
+
+def test_a_tracker_without_ranks_keeps_its_maxima():
+    tracker = MaxLogitsTracker()
+    assert tracker.reduce() == []
+    tracker.add(torch.ones(2))
+    with pytest.raises(RuntimeError, match="no ranks to reduce over"):
+        tracker.reduce()
+    assert torch.equal(tracker.local()[0], torch.ones(2))
 
 
 def test_layouts_survive_pickling():

@@ -116,6 +116,19 @@ def test_a_row_crosses_between_two_nodes_once(data):
 
 
 @given(plans())
+def test_the_way_back_names_every_copy_in_the_order_of_the_ranks(plan):
+    for rank in range(plan.num_ranks):
+        for stage in plan.stages_of(rank)[1 if plan.degree else 0 :]:
+            rows, bounds, places = stage.exchange.returning(torch.device("cpu"))
+            copies = places.split(bounds.diff().tolist())
+            assert sorted(places.tolist()) == list(range(len(stage.exchange.send_rows)))
+            assert len(rows) == len(copies) == len(rows.unique())
+            for row, where in zip(rows.tolist(), copies, strict=True):
+                assert (where.diff() > 0).all() and len(where)
+                assert (stage.exchange.send_rows[where.numpy()] == row).all()
+
+
+@given(plans())
 def test_stages_are_of_equal_size(plan):
     if plan.degree:
         rows = plan.rows_received[:, 1:]
@@ -173,6 +186,8 @@ def test_refused(arguments, message):
 def test_refused_layouts():
     with pytest.raises(ValueError, match="cover the tokens"):
         Layout([0, 4], [3, 6], [0, 1], 2)
+    with pytest.raises(ValueError, match="at least 1 rank, got num_ranks=0"):
+        Layout([0], [3], [0], 0)
     with pytest.raises(ValueError, match=r"in 0\.\.1"):
         Layout([0], [3], [2], 2)
 

@@ -30,6 +30,7 @@ def dispatch(x: torch.Tensor, key: AttnKey, dim: int = 0, *, keys: bool = False)
         keys: tokens of the keys, where those are not the queries.
     """
     layout = key.k_layout if keys else key.q_layout
+    _check_tensor(x)
     if x.shape[dim] != layout.total:
         raise ValueError(
             f"x has {x.shape[dim]} tokens in dim {dim}, but the key is for {layout.total}"
@@ -73,7 +74,13 @@ def roll(
     return _moved(x, key, dim, layout, wanted, rolled=shift)
 
 
+def _check_tensor(x: object) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+
+
 def _check_local(x: torch.Tensor, layout: Layout, key: AttnKey, dim: int) -> None:
+    _check_tensor(x)
     if key.group is None:
         raise ValueError("this key only plans: make it with a group to move data")
     if x.shape[dim] != layout.rows[key.rank]:

@@ -268,7 +268,9 @@ def _group_of(
         if group is not None:
             raise ValueError("num_ranks is for planning without a group: pass one of the two")
         me = 0 if rank is None else rank
-        if num_ranks < 1 or not 0 <= me < num_ranks:
+        if num_ranks < 1:
+            raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+        if not 0 <= me < num_ranks:
             raise ValueError(f"rank must be in 0..{num_ranks - 1}, got {me}")
         return None, num_ranks, me
     if rank is not None:

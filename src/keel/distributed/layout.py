@@ -39,7 +39,9 @@ class Layout:
                 "pieces of a layout must cover the tokens from 0 on, each once; got pieces "
                 f"{list(zip(first.tolist(), last.tolist(), strict=True))[:8]}"
             )
-        if num_ranks < 1 or (len(owner) and not (owner.min() >= 0 and owner.max() < num_ranks)):
+        if num_ranks < 1:
+            raise ValueError(f"a layout needs at least 1 rank, got num_ranks={num_ranks}")
+        if len(owner) and not (owner.min() >= 0 and owner.max() < num_ranks):
             raise ValueError(f"ranks of a layout must be in 0..{num_ranks - 1}, got {owner[:8]}")
         joined = np.ones(len(first), bool)
         joined[1:] = owner[1:] != owner[:-1]

@@ -55,10 +55,15 @@ class MaxLogitsTracker:
 
         Every rank of the group must have made the same calls.
         """
-        tops, self._tops = self._tops, []
-        if not tops:
+        if not self._tops:
             return []
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is not initialised, so there are no ranks to reduce over: "
+                "local() has this process's maxima"
+            )
         group = dist.group.WORLD if group is None else group
         assert group is not None
+        tops, self._tops = self._tops, []
         packed = start_maximum(torch.cat(tops), group).wait()
         return list(packed.split([len(x) for x in tops]))
