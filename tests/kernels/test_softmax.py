@@ -25,6 +25,8 @@ CONFIGS = [
     RowConfig(1, 16, 4, False),
     RowConfig(2, 32, 4, False),
     RowConfig(1, 64, 4, True, stages=3),
+    RowConfig(1, 16, 4, True, parts=5),
+    RowConfig(2, 32, 4, True, parts=3, packed=True),
 ]
 
 

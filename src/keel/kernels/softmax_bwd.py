@@ -12,12 +12,15 @@ from keel.kernels.softmax_common import (
     RowConfig,
     again,
     clamped,
+    class_parts,
+    class_width,
     fill,
     is_banded,
     row_strides,
     rows_of_program,
     shape_constants,
     span,
+    sum_of_parts,
     unit_of,
     width_for,
     within,
@@ -55,21 +58,32 @@ def _product(dy, y):
 @triton.jit
 def _backward_in_registers(
     X, DY, Y, DX, there, alive, begin, ends, sk, scale, softcap, zero,
-    WIDTH: tl.constexpr, PACKED: tl.constexpr, BANDED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    EXACT: tl.constexpr, PTX: tl.constexpr,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr, BANDED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr,
 ):
-    cols = begin + tl.arange(0, WIDTH)
-    inside = within(alive, cols, ends, EXACT)
-    y = tl.load(Y + cols[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
-    dy = tl.load(DY + cols[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+    first_cols = begin + tl.arange(0, WIDTH)
+    ys, dys = (), ()
+    for part in tl.static_range(PARTS):
+        cols = first_cols + part * WIDTH
+        inside = within(alive, cols, ends, EXACT)
+        y = tl.load(Y + cols[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+        dy = tl.load(DY + cols[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+        ys, dys = ys + (y,), dys + (dy,)
     if BANDED:  # zeros go out while y and dy come in
         fill(DX, zero, 0, begin, there)
-        fill(DX, zero, begin + WIDTH, sk, there)
-    dot = tl.sum(_product(dy, y), 1)
-    if PACKED:
-        y, dy = again(y, PTX), again(dy, PTX)
-    written = within(there, cols, tl.zeros_like(ends) + sk, EXACT)
-    _input_gradient(X, DX, dy, y, dot, cols, inside, written, scale, softcap, HAS_SOFTCAP)
+        fill(DX, zero, begin + WIDTH * PARTS, sk, there)
+    products = ()
+    for part in tl.static_range(PARTS):
+        products = products + (_product(dys[part], ys[part]),)
+    dot = sum_of_parts(products, PARTS)
+    for part in tl.static_range(PARTS):
+        cols = first_cols + part * WIDTH
+        y, dy = ys[part], dys[part]
+        if PACKED:
+            y, dy = again(y, PTX), again(dy, PTX)
+        inside = within(alive, cols, ends, EXACT)
+        written = within(there, cols, tl.zeros_like(ends) + sk, EXACT)
+        _input_gradient(X, DX, dy, y, dot, cols, inside, written, scale, softcap, HAS_SOFTCAP)
     return dot
 
 
@@ -107,10 +121,10 @@ def softmax_bwd_kernel(
     X, DY, Y, DX, LSE, DOT,
     heads, sq, sk, lo, hi, scale, softcap,
     stride_xb, stride_xh, stride_xi, stride_db, stride_dh, stride_di,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, CLASSES: tl.constexpr, ONE_PASS: tl.constexpr,
-    PACKED: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_LSE: tl.constexpr, WANT_DOT: tl.constexpr, ENDS_MEET: tl.constexpr, EXACT: tl.constexpr,
-    STEP: tl.constexpr, PTX: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, CLASSES: tl.constexpr,
+    ONE_PASS: tl.constexpr, PACKED: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_LSE: tl.constexpr, WANT_DOT: tl.constexpr,
+    ENDS_MEET: tl.constexpr, EXACT: tl.constexpr, STEP: tl.constexpr, PTX: tl.constexpr,
 ):
     batch, head, first, i, there = rows_of_program(
         tl.program_id(0), heads, sq, ROWS, 0, ENDS_MEET)
@@ -130,22 +144,25 @@ def softmax_bwd_kernel(
     zero = tl.zeros([ROWS], tl.float32)
     if ONE_PASS:
         need = end - begin
-        if CLASSES >= 4 and need <= WIDTH // 8:
+        if CLASSES >= 4 and need <= class_width(WIDTH, PARTS, 3) * class_parts(PARTS, 3):
             dot = _backward_in_registers(
                 X, DY, Y, DX, there, alive, begin, ends, sk, scale, softcap, zero,
-                WIDTH // 8, PACKED, HAS_LO or HAS_HI, HAS_SOFTCAP, EXACT, PTX)
-        elif CLASSES >= 3 and need <= WIDTH // 4:
+                class_width(WIDTH, PARTS, 3), class_parts(PARTS, 3), PACKED,
+                HAS_LO or HAS_HI, HAS_SOFTCAP, EXACT, PTX)
+        elif CLASSES >= 3 and need <= class_width(WIDTH, PARTS, 2) * class_parts(PARTS, 2):
             dot = _backward_in_registers(
                 X, DY, Y, DX, there, alive, begin, ends, sk, scale, softcap, zero,
-                WIDTH // 4, PACKED, HAS_LO or HAS_HI, HAS_SOFTCAP, EXACT, PTX)
-        elif CLASSES >= 2 and need <= WIDTH // 2:
+                class_width(WIDTH, PARTS, 2), class_parts(PARTS, 2), PACKED,
+                HAS_LO or HAS_HI, HAS_SOFTCAP, EXACT, PTX)
+        elif CLASSES >= 2 and need <= class_width(WIDTH, PARTS, 1) * class_parts(PARTS, 1):
             dot = _backward_in_registers(
                 X, DY, Y, DX, there, alive, begin, ends, sk, scale, softcap, zero,
-                WIDTH // 2, PACKED, HAS_LO or HAS_HI, HAS_SOFTCAP, EXACT, PTX)
+                class_width(WIDTH, PARTS, 1), class_parts(PARTS, 1), PACKED,
+                HAS_LO or HAS_HI, HAS_SOFTCAP, EXACT, PTX)
         else:
             dot = _backward_in_registers(
                 X, DY, Y, DX, there, alive, begin, ends, sk, scale, softcap, zero,
-                WIDTH, PACKED, HAS_LO or HAS_HI, HAS_SOFTCAP, EXACT, PTX)
+                WIDTH, PARTS, PACKED, HAS_LO or HAS_HI, HAS_SOFTCAP, EXACT, PTX)
     else:
         dot = _backward_twice(X, DY, Y, DX, there, alive, begin, end, sk, scale, softcap, zero,
                               WIDTH, HAS_LO or HAS_HI, HAS_SOFTCAP, EXACT)
@@ -205,7 +222,8 @@ def backward(
         banded = is_banded(inner, sq, sk)
         unit = unit_of(sk, dy, x)
         chosen = config or choose_config(sk, banded, unit)
-        exact = sk % chosen.width == 0 and sq % chosen.rows == 0 and lse is None and not banded
+        fits = sk % (chosen.width * chosen.parts) == 0 and sq % chosen.rows == 0
+        exact = fits and lse is None and not banded
         return Prepared(
             (b * h * -(-sq // chosen.rows),),
             {

@@ -82,6 +82,35 @@ def within(there, cols, ends, EXACT: tl.constexpr):
     return there[:, None] & (cols[None, :] < ends[:, None])
 
 
+@triton.constexpr_function
+def class_width(WIDTH, PARTS, c):
+    """Columns of a block in code for spans of 1 / 2**c of a row: narrower if it is one block."""
+    return WIDTH >> c if PARTS == 1 else WIDTH
+
+
+@triton.constexpr_function
+def class_parts(PARTS, c):
+    """Blocks of a row there."""
+    return (PARTS + (1 << c) - 1) >> c
+
+
+@triton.jit
+def max_of_parts(parts, PARTS: tl.constexpr):
+    """(ROWS,) of blocks (ROWS, WIDTH): lanes of one thread first, then once over all lanes."""
+    top = parts[0]
+    for part in tl.static_range(1, PARTS):
+        top = tl.maximum(top, parts[part])
+    return tl.max(top, 1)
+
+
+@triton.jit
+def sum_of_parts(parts, PARTS: tl.constexpr):
+    total = parts[0]
+    for part in tl.static_range(1, PARTS):
+        total += parts[part]
+    return tl.sum(total, 1)
+
+
 @triton.jit
 def again(x, PTX: tl.constexpr):
     """x, but the compiler may not remember what it made of x before.
@@ -117,6 +146,8 @@ class RowConfig:
     width: int
     num_warps: int
     one_pass: bool
+    parts: int = 1
+    """Blocks of `width` columns that make a row which stays in registers."""
     packed: bool = False
     """Keep 16-bit values between the steps of a pass, not the fp32 numbers made from them."""
     stages: int = 0
@@ -157,11 +188,21 @@ def shape_constants(
     # A class must leave each thread something to do.
     smallest = config.num_warps * 32 * 2 // config.rows
     classes = 1
-    while (has_lo or has_hi) and classes < 4 and config.width >> classes >= max(smallest, 64):
+    while (has_lo or has_hi) and classes < 4:
+        if config.parts == 1 and config.width >> classes < max(smallest, 64):
+            break
+        if config.parts > 1 and class_parts(config.parts, classes - 1) == 1:
+            break
         classes += 1
     return {
-        **{"ROWS": config.rows, "WIDTH": config.width, "ONE_PASS": config.one_pass},
-        **{"PACKED": config.packed, "CLASSES": classes, "STEP": unit, "PTX": HAS_PTX},
+        **{"ROWS": config.rows, "WIDTH": config.width, "PARTS": config.parts},
+        **{
+            "ONE_PASS": config.one_pass,
+            "PACKED": config.packed,
+            "CLASSES": classes,
+            "STEP": unit,
+            "PTX": HAS_PTX,
+        },
         # Two passes live on the L2; rows of one kind of length at a time suit it badly.
         **{"HAS_LO": has_lo, "HAS_HI": has_hi, "ENDS_MEET": has_hi and not config.one_pass},
     }

@@ -16,12 +16,16 @@ from keel.kernels.softmax_common import (
     RowConfig,
     again,
     clamped,
+    class_parts,
+    class_width,
     fill,
     is_banded,
+    max_of_parts,
     row_strides,
     rows_of_program,
     shape_constants,
     span,
+    sum_of_parts,
     unit_of,
     width_for,
     within,
@@ -118,50 +122,71 @@ def _close(
 @triton.jit
 def _forward_in_registers(
     X, Y, MASK, i, there, begin, ends, sk, lo, hi, stride_mj, scale, softcap, sink,
-    WIDTH: tl.constexpr, PACKED: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
-    MASK_KIND: tl.constexpr, DENSE_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINK: tl.constexpr, UNIFORM: tl.constexpr, EXACT: tl.constexpr, FP32: tl.constexpr,
-    PTX: tl.constexpr,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr, HAS_LO: tl.constexpr,
+    HAS_HI: tl.constexpr, MASK_KIND: tl.constexpr, DENSE_MASK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINK: tl.constexpr, UNIFORM: tl.constexpr,
+    EXACT: tl.constexpr, FP32: tl.constexpr, PTX: tl.constexpr,
 ):
-    """Rows whose span fits WIDTH columns: (maximum before the softcap in _exp's units, lse)."""
-    cols = begin + tl.arange(0, WIDTH)
-    inside = within(there, cols, ends, EXACT)
-    x = tl.load(X + cols[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
-    mask = x
-    if MASK_KIND != 0:  # other heads may want it, too
-        mask = _load_mask(
-            MASK, cols, inside, stride_mj, MASK_KIND, DENSE_MASK, FP32, "evict_last")
-    FILL_FIRST: tl.constexpr = (HAS_LO or HAS_HI) and not UNIFORM and WIDTH <= 1024
+    """Rows whose span fits PARTS blocks of WIDTH columns.
+
+    (maximum before the softcap in _exp's units, lse)
+    """
+    first_cols = begin + tl.arange(0, WIDTH)
+    xs, masks = (), ()
+    for part in tl.static_range(PARTS):
+        cols = first_cols + part * WIDTH
+        inside = within(there, cols, ends, EXACT)
+        x = tl.load(X + cols[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+        mask = x
+        if MASK_KIND != 0:  # other heads may want it, too
+            mask = _load_mask(
+                MASK, cols, inside, stride_mj, MASK_KIND, DENSE_MASK, FP32, "evict_last")
+        xs, masks = xs + (x,), masks + (mask,)
+    FILL_FIRST: tl.constexpr = (HAS_LO or HAS_HI) and not UNIFORM and WIDTH * PARTS <= 1024
     if FILL_FIRST:  # zeros go out while x comes in
         zero = tl.zeros_like(i).to(tl.float32)
         fill(Y, zero, 0, begin, there)
-        fill(Y, zero, begin + WIDTH, sk, there)
-    s, raw = _logits(x, mask, cols, i, inside, sk, lo, hi, scale, softcap,
-                     HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32)
-    top = tl.max(s, 1)
+        fill(Y, zero, begin + WIDTH * PARTS, sk, there)
+    logits, raws = (), ()
+    for part in tl.static_range(PARTS):
+        cols = first_cols + part * WIDTH
+        s, raw = _logits(xs[part], masks[part], cols, i, within(there, cols, ends, EXACT), sk,
+                         lo, hi, scale, softcap, HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32)
+        logits, raws = logits + (s,), raws + (raw,)
+    top = max_of_parts(logits, PARTS)
     raw_top = top
     if HAS_SOFTCAP:
-        raw_top = tl.max(raw, 1)
+        raw_top = max_of_parts(raws, PARTS)
     own_shift = tl.where(top == float("-inf"), 0.0, top)
-    if PACKED:
-        s, raw = _logits(again(x, PTX), mask, cols, i, inside, sk, lo, hi, scale, softcap,
-                         HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32)
-    p = _exp(s - own_shift[:, None], FP32)
-    total = tl.sum(p, 1)
+    weights = ()
+    for part in tl.static_range(PARTS):
+        cols = first_cols + part * WIDTH
+        s = logits[part]
+        if PACKED:
+            s, raw = _logits(
+                again(xs[part], PTX), masks[part], cols, i, within(there, cols, ends, EXACT), sk,
+                lo, hi, scale, softcap, HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32)
+        p = _exp(s - own_shift[:, None], FP32)
+        weights = weights + (p,)
+    total = sum_of_parts(weights, PARTS)
     raw_top = tl.where(total == total, raw_top, float("nan"))  # maxima drop NaNs, sums keep them
     _shift, factor, decay, nothing, lse = _close(top, total, sink, sk, HAS_SINK, UNIFORM, FP32)
-    if PACKED:
-        s, raw = _logits(again(x, PTX), mask, cols, i, inside, sk, lo, hi, scale, softcap,
-                         HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32)
-        p = _exp(s - own_shift[:, None], FP32)
-    p = p * (factor * decay)[:, None]
-    if UNIFORM and not HAS_SINK:
-        p += nothing[:, None]
-    tl.store(Y + cols[None, :], p.to(Y.dtype.element_ty),
-             mask=within(there, cols, tl.zeros_like(i) + sk, EXACT), cache_modifier=".cs")
+    for part in tl.static_range(PARTS):
+        cols = first_cols + part * WIDTH
+        p = weights[part]
+        if PACKED:
+            s, raw = _logits(
+                again(xs[part], PTX), masks[part], cols, i, within(there, cols, ends, EXACT), sk,
+                lo, hi, scale, softcap, HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32)
+            p = _exp(s - own_shift[:, None], FP32)
+        p = p * (factor * decay)[:, None]
+        if UNIFORM and not HAS_SINK:
+            p += nothing[:, None]
+        tl.store(Y + cols[None, :], p.to(Y.dtype.element_ty),
+                 mask=within(there, cols, tl.zeros_like(i) + sk, EXACT), cache_modifier=".cs")
     if (HAS_LO or HAS_HI) and not FILL_FIRST:
         fill(Y, nothing, 0, begin, there)
-        fill(Y, nothing, begin + WIDTH, sk, there)
+        fill(Y, nothing, begin + WIDTH * PARTS, sk, there)
     return raw_top, lse
 
 
@@ -230,8 +255,8 @@ def _forward_twice(
 def _forward_tile(
     program, X, Y, MASK, SINK, LSE, MAX_LOGITS, heads, sq, sk, lo, hi, scale, softcap,
     stride_xb, stride_xh, stride_xi, stride_mb, stride_mh, stride_mi, stride_mj,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, CLASSES: tl.constexpr, ONE_PASS: tl.constexpr,
-    PACKED: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, CLASSES: tl.constexpr,
+    ONE_PASS: tl.constexpr, PACKED: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
     MASK_KIND: tl.constexpr, DENSE_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINK: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr,
     UNIFORM: tl.constexpr, TURN: tl.constexpr, ENDS_MEET: tl.constexpr, EXACT: tl.constexpr,
@@ -256,25 +281,25 @@ def _forward_tile(
     if ONE_PASS:
         # Narrow spans take narrow code: lanes beyond the span would only idle.
         need = end - begin
-        if CLASSES >= 4 and need <= WIDTH // 8:
+        if CLASSES >= 4 and need <= class_width(WIDTH, PARTS, 3) * class_parts(PARTS, 3):
             top, lse = _forward_in_registers(
                 X, Y, MASK, i, there, begin, ends, sk, lo, hi, stride_mj, scale, softcap, sink,
-                WIDTH // 8, PACKED, HAS_LO, HAS_HI, MASK_KIND, DENSE_MASK, HAS_SOFTCAP, HAS_SINK,
-                UNIFORM, EXACT, FP32, PTX)
-        elif CLASSES >= 3 and need <= WIDTH // 4:
+                class_width(WIDTH, PARTS, 3), class_parts(PARTS, 3), PACKED, HAS_LO, HAS_HI,
+                MASK_KIND, DENSE_MASK, HAS_SOFTCAP, HAS_SINK, UNIFORM, EXACT, FP32, PTX)
+        elif CLASSES >= 3 and need <= class_width(WIDTH, PARTS, 2) * class_parts(PARTS, 2):
             top, lse = _forward_in_registers(
                 X, Y, MASK, i, there, begin, ends, sk, lo, hi, stride_mj, scale, softcap, sink,
-                WIDTH // 4, PACKED, HAS_LO, HAS_HI, MASK_KIND, DENSE_MASK, HAS_SOFTCAP, HAS_SINK,
-                UNIFORM, EXACT, FP32, PTX)
-        elif CLASSES >= 2 and need <= WIDTH // 2:
+                class_width(WIDTH, PARTS, 2), class_parts(PARTS, 2), PACKED, HAS_LO, HAS_HI,
+                MASK_KIND, DENSE_MASK, HAS_SOFTCAP, HAS_SINK, UNIFORM, EXACT, FP32, PTX)
+        elif CLASSES >= 2 and need <= class_width(WIDTH, PARTS, 1) * class_parts(PARTS, 1):
             top, lse = _forward_in_registers(
                 X, Y, MASK, i, there, begin, ends, sk, lo, hi, stride_mj, scale, softcap, sink,
-                WIDTH // 2, PACKED, HAS_LO, HAS_HI, MASK_KIND, DENSE_MASK, HAS_SOFTCAP, HAS_SINK,
-                UNIFORM, EXACT, FP32, PTX)
+                class_width(WIDTH, PARTS, 1), class_parts(PARTS, 1), PACKED, HAS_LO, HAS_HI,
+                MASK_KIND, DENSE_MASK, HAS_SOFTCAP, HAS_SINK, UNIFORM, EXACT, FP32, PTX)
         else:
             top, lse = _forward_in_registers(
                 X, Y, MASK, i, there, begin, ends, sk, lo, hi, stride_mj, scale, softcap, sink,
-                WIDTH, PACKED, HAS_LO, HAS_HI, MASK_KIND, DENSE_MASK, HAS_SOFTCAP, HAS_SINK,
+                WIDTH, PARTS, PACKED, HAS_LO, HAS_HI, MASK_KIND, DENSE_MASK, HAS_SOFTCAP, HAS_SINK,
                 UNIFORM, EXACT, FP32, PTX)
     else:
         top, lse = _forward_twice(
@@ -294,26 +319,26 @@ def softmax_fwd_kernel(
     programs, heads, sq, sk, lo, hi, scale, softcap,
     stride_xb, stride_xh, stride_xi,
     stride_mb, stride_mh, stride_mi, stride_mj,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, CLASSES: tl.constexpr, ONE_PASS: tl.constexpr,
-    PACKED: tl.constexpr, STAGES: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
-    MASK_KIND: tl.constexpr, DENSE_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINK: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr,
-    UNIFORM: tl.constexpr, TURN: tl.constexpr, ENDS_MEET: tl.constexpr, EXACT: tl.constexpr,
-    STEP: tl.constexpr, PTX: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, CLASSES: tl.constexpr,
+    ONE_PASS: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr, HAS_LO: tl.constexpr,
+    HAS_HI: tl.constexpr, MASK_KIND: tl.constexpr, DENSE_MASK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINK: tl.constexpr, WANT_LSE: tl.constexpr,
+    WANT_MAX: tl.constexpr, UNIFORM: tl.constexpr, TURN: tl.constexpr, ENDS_MEET: tl.constexpr,
+    EXACT: tl.constexpr, STEP: tl.constexpr, PTX: tl.constexpr,
 ):
     if STAGES > 0:  # later rows come in through shared memory while this one is worked on
         for program in tl.range(tl.program_id(0), programs, tl.num_programs(0), num_stages=STAGES):
             _forward_tile(
                 program, X, Y, MASK, SINK, LSE, MAX_LOGITS, heads, sq, sk, lo, hi, scale, softcap,
                 stride_xb, stride_xh, stride_xi, stride_mb, stride_mh, stride_mi,
-                stride_mj, ROWS, WIDTH, CLASSES, ONE_PASS, PACKED, HAS_LO, HAS_HI, MASK_KIND,
+                stride_mj, ROWS, WIDTH, PARTS, CLASSES, ONE_PASS, PACKED, HAS_LO, HAS_HI, MASK_KIND,
                 DENSE_MASK, HAS_SOFTCAP, HAS_SINK, WANT_LSE, WANT_MAX, UNIFORM, TURN, ENDS_MEET,
                 EXACT, STEP, PTX)
     else:
         _forward_tile(
             tl.program_id(0), X, Y, MASK, SINK, LSE, MAX_LOGITS, heads, sq, sk, lo, hi, scale,
             softcap, stride_xb, stride_xh, stride_xi, stride_mb, stride_mh, stride_mi,
-            stride_mj, ROWS, WIDTH, CLASSES, ONE_PASS, PACKED, HAS_LO, HAS_HI, MASK_KIND,
+            stride_mj, ROWS, WIDTH, PARTS, CLASSES, ONE_PASS, PACKED, HAS_LO, HAS_HI, MASK_KIND,
             DENSE_MASK, HAS_SOFTCAP, HAS_SINK, WANT_LSE, WANT_MAX, UNIFORM, TURN, ENDS_MEET,
             EXACT, STEP, PTX)
 
@@ -407,7 +432,7 @@ def forward(
         turn = -(-rows_of_a_turn(mask) // chosen.rows)
         turns = -(-tiles // turn) if turn else 1
         programs = b * h * (turns * turn or tiles)
-        exact = sk % chosen.width == 0 and sq % (chosen.rows * (turn or 1)) == 0
+        exact = sk % (chosen.width * chosen.parts) == 0 and sq % (chosen.rows * (turn or 1)) == 0
         return Prepared(
             (min(programs, num_sms(x.device)) if chosen.stages else programs,),
             {
