@@ -206,32 +206,49 @@ def backward_variants(
 
 def softmax_variants(arch: int):
     """Tabled configs, plain, causal and masked: all of them for the GPU they were measured on."""
-    shared = {80: 166_912, 86: 101_376, 90: 232_448}.get(arch, 101_376)
     lengths = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
-    for sk in lengths if arch == 90 else (512, 8192, 65_536):
-        for causal, masked in ((False, False), (True, False), (False, True)):
-            band = (-sk, 0 if causal else sk)
-            config = softmax_fwd.choose_config(sk, causal, int(masked), 2, 8, shared)
-            flags = ("HAS_SINK", "UNIFORM", "WANT_LSE", "HAS_SOFTCAP")
-            constants: dict[str, Any] = {
-                **shape_constants(config, band, sk, sk, unit=8),
-                **dict.fromkeys(flags, False),
-                **{"PTX": True, "WANT_MAX": True, "STAGES": config.stages, "EXACT": not causal},
-                **{"MASK_KIND": int(masked), "DENSE_MASK": masked, "TURN": 16 if masked else 0},
-                **dict.fromkeys(("SINK", "LSE") if masked else ("SINK", "LSE", "MASK")),
-            }
-            yield softmax_fwd.softmax_fwd_kernel, constants, config
-            if masked:
-                continue
-            config = softmax_bwd.choose_config(sk, causal, 8)
-            flags = ("HAS_LSE", "WANT_DOT", "HAS_SOFTCAP")
-            constants = {
-                **shape_constants(config, band, sk, sk, unit=8),
-                **dict.fromkeys(flags, False),
-                **{"PTX": True, "EXACT": config.one_pass and not causal},
-                **dict.fromkeys(("X", "LSE", "DOT")),
-            }
-            yield softmax_bwd.softmax_bwd_kernel, constants, config
+    between = (640, 1001, 1536, 3072, 5000, 6144, 10_240, 12_288, 20_480, 24_577)
+    for sk in (*lengths, *between) if arch == 90 else (512, 5000, 65_536):
+        for kind in ("plain", "causal", "masked"):
+            yield softmax_forward_variant(sk, kind, arch)
+            if kind != "masked":
+                yield softmax_backward_variant(sk, kind)
+
+
+def softmax_constants(config: RowConfig, sk: int, kind: str) -> dict[str, Any]:
+    skewed = sk % 8 != 0
+    return {
+        **shape_constants(config, (-sk, 0 if kind == "causal" else sk), sk, sk, 1 if skewed else 8),
+        **{"PTX": True, "SKEWED": skewed},
+        "EXACT": kind != "causal" and sk % (config.width * config.parts) == 0,
+    }
+
+
+def softmax_forward_variant(
+    sk: int, kind: str, arch: int = 90, config: RowConfig | None = None
+) -> tuple[Any, dict[str, Any], RowConfig]:
+    shared = {80: 166_912, 86: 101_376, 90: 232_448}.get(arch, 101_376)
+    masked = kind == "masked"
+    config = config or softmax_fwd.choose_config(sk, kind == "causal", int(masked), 2, 8, shared)
+    constants = {
+        **softmax_constants(config, sk, kind),
+        **dict.fromkeys(("HAS_SINK", "UNIFORM", "WANT_LSE", "HAS_SOFTCAP"), False),
+        **{"WANT_MAX": True, "STAGES": config.stages},
+        **{"MASK_KIND": int(masked), "DENSE_MASK": masked, "TURN": 16 if masked else 0},
+        **dict.fromkeys(("SINK", "LSE") if masked else ("SINK", "LSE", "MASK")),
+    }
+    return softmax_fwd.softmax_fwd_kernel, constants, config
+
+
+def softmax_backward_variant(
+    sk: int, kind: str, config: RowConfig | None = None
+) -> tuple[Any, dict[str, Any], RowConfig]:
+    config = config or softmax_bwd.choose_config(sk, kind == "causal", 8)
+    constants = softmax_constants(config, sk, kind)
+    constants |= dict.fromkeys(("HAS_LSE", "WANT_DOT", "HAS_SOFTCAP"), False)
+    constants["EXACT"] &= config.one_pass
+    constants |= dict.fromkeys(("X", "LSE", "DOT"))
+    return softmax_bwd.softmax_bwd_kernel, constants, config
 
 
 def report(

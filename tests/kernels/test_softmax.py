@@ -54,7 +54,7 @@ def test_every_length_has_a_config(banded, mask_bytes, itemsize):
             backward = softmax_bwd.choose_config(sk, banded, unit)
             for config in (forward, backward):
                 assert config.rows >= 1 and config.num_warps in (1, 2, 4, 8, 16, 32)
-                assert config.width >= sk if config.one_pass else sk > 4096
+                assert config.width * config.parts >= sk if config.one_pass else sk > 4096
                 assert config.width.bit_count() == config.rows.bit_count() == 1
             buffers = max(0, forward.stages - 1)
             assert buffers * forward.width * (itemsize + mask_bytes) < shared

@@ -9,21 +9,30 @@ import triton.language as tl
 from keel.kernels.flash_common import tanh
 from keel.kernels.launch import Prepared, Tensors, launch
 from keel.kernels.softmax_common import (
+    UNIT,
+    VECTOR,
     RowConfig,
     again,
     clamped,
     class_parts,
+    class_span,
     class_width,
+    edges,
     fill,
+    in_blocks,
+    in_step,
     is_banded,
+    reach,
     row_strides,
     rows_of_program,
     shape_constants,
     span,
     sum_of_parts,
     unit_of,
+    whole,
     width_for,
     within,
+    written,
 )
 
 INTEGERS = [
@@ -35,18 +44,29 @@ INTEGERS = [
 
 
 @triton.jit
+def _load_both(Y, DY, cols, inside, skew, sk, SKEWED: tl.constexpr, EVICTION: tl.constexpr):
+    """y and dy at cols, broadcastable to inside (ROWS, WIDTH); y is 0 outside the row."""
+    y = tl.load(Y + cols, mask=inside, other=0.0, eviction_policy=EVICTION)
+    dy = tl.load(DY + cols, mask=inside, other=0.0, eviction_policy=EVICTION)
+    if SKEWED:
+        own = (cols >= skew[:, None]) & (cols < (skew + sk)[:, None])
+        y = tl.where(own, y, 0.0)
+    return y, dy
+
+
+@triton.jit
 def _input_gradient(
-    X, DX, dy, y, dot, cols, inside, written, scale, softcap, HAS_SOFTCAP: tl.constexpr,
+    X, DX, dy, y, dot, cols, inside, outside, scale, softcap, HAS_SOFTCAP: tl.constexpr,
 ):
-    """Writes scale * y * (dy - dot), bent by the softcap."""
+    """Writes scale * y * (dy - dot), bent by the softcap, at cols where outside says so."""
     dy, y = dy.to(tl.float32), y.to(tl.float32)
     dx = y * (dy - dot[:, None]) * scale
     if HAS_SOFTCAP:
-        x = tl.load(X + cols[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+        x = tl.load(X + cols, mask=inside, other=0.0, eviction_policy="evict_first")
         bent = tanh(x.to(tl.float32) * (scale / softcap))
         dx = dx * (1.0 - bent * bent)
     dx = tl.where(y == 0.0, 0.0, dx)  # where y is 0, dy may be anything, infinite too
-    tl.store(DX + cols[None, :], dx.to(DX.dtype.element_ty), mask=written, cache_modifier=".cs")
+    tl.store(DX + cols, dx.to(DX.dtype.element_ty), mask=outside, cache_modifier=".cs")
 
 
 @triton.jit
@@ -57,21 +77,20 @@ def _product(dy, y):
 
 @triton.jit
 def _backward_in_registers(
-    X, DY, Y, DX, there, alive, begin, ends, sk, scale, softcap, zero,
+    X, DY, Y, DX, there, alive, skew, begin, ends, sk, scale, softcap, zero,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr, BANDED: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, EXACT: tl.constexpr, SKEWED: tl.constexpr, PTX: tl.constexpr,
 ):
     first_cols = begin + tl.arange(0, WIDTH)
     ys, dys = (), ()
     for part in tl.static_range(PARTS):
         cols = first_cols + part * WIDTH
-        inside = within(alive, cols, ends, EXACT)
-        y = tl.load(Y + cols[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
-        dy = tl.load(DY + cols[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+        y, dy = _load_both(Y, DY, cols[None, :], within(alive, cols, ends, EXACT), skew, sk,
+                           SKEWED, "evict_first")
         ys, dys = ys + (y,), dys + (dy,)
     if BANDED:  # zeros go out while y and dy come in
-        fill(DX, zero, 0, begin, there)
-        fill(DX, zero, begin + WIDTH * PARTS, sk, there)
+        fill(DX, zero, 0, begin, there, skew, sk, SKEWED)
+        fill(DX, zero, begin + WIDTH * PARTS, reach(sk, SKEWED), there, skew, sk, SKEWED)
     products = ()
     for part in tl.static_range(PARTS):
         products = products + (_product(dys[part], ys[part]),)
@@ -81,38 +100,42 @@ def _backward_in_registers(
         y, dy = ys[part], dys[part]
         if PACKED:
             y, dy = again(y, PTX), again(dy, PTX)
-        inside = within(alive, cols, ends, EXACT)
-        written = within(there, cols, tl.zeros_like(ends) + sk, EXACT)
-        _input_gradient(X, DX, dy, y, dot, cols, inside, written, scale, softcap, HAS_SOFTCAP)
+        _input_gradient(
+            X, DX, dy, y, dot, cols[None, :], within(alive, cols, ends, EXACT),
+            written(there, cols, skew, sk, EXACT, SKEWED), scale, softcap, HAS_SOFTCAP)
     return dot
 
 
 @triton.jit
 def _backward_twice(
-    X, DY, Y, DX, there, alive, begin, end, sk, scale, softcap, zero,
+    X, DY, Y, DX, there, alive, skew, begin, end, sk, scale, softcap, zero,
     WIDTH: tl.constexpr, BANDED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+    SKEWED: tl.constexpr,
 ):
     ROWS: tl.constexpr = there.shape[0]
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
     ends = tl.zeros([ROWS], tl.int32) + end
+    if SKEWED:  # of each row, no vector that holds nothing of it
+        ends = tl.minimum(ends, (skew + sk + VECTOR - 1) // VECTOR * VECTOR)
     steps = (end - begin + WIDTH - 1) // WIDTH
     for step in range(steps):
         cols = begin + step * WIDTH + tl.arange(0, WIDTH)
-        inside = within(alive, cols, ends, EXACT)
-        y = tl.load(Y + cols[None, :], mask=inside, other=0.0, eviction_policy="evict_last")
-        dy = tl.load(DY + cols[None, :], mask=inside, other=0.0, eviction_policy="evict_last")
+        y, dy = _load_both(Y, DY, cols[None, :], within(alive, cols, ends, EXACT), skew, sk,
+                           SKEWED, "evict_last")
         sums += _product(dy, y)
     dot = tl.sum(sums, 1)
     for step in range(steps):  # backwards, as in the forward
         cols = begin + (steps - 1 - step) * WIDTH + tl.arange(0, WIDTH)
         inside = within(alive, cols, ends, EXACT)
-        y = tl.load(Y + cols[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
-        dy = tl.load(DY + cols[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
-        written = within(there, cols, ends, EXACT)
-        _input_gradient(X, DX, dy, y, dot, cols, inside, written, scale, softcap, HAS_SOFTCAP)
+        y, dy = _load_both(Y, DY, cols[None, :], inside, skew, sk, SKEWED, "evict_first")
+        outside = within(there, cols, ends, EXACT)
+        if SKEWED:
+            outside = outside & written(there, cols, skew, sk, EXACT, SKEWED)
+        _input_gradient(
+            X, DX, dy, y, dot, cols[None, :], inside, outside, scale, softcap, HAS_SOFTCAP)
     if BANDED:
-        fill(DX, zero, 0, begin, there)
-        fill(DX, zero, end, sk, there)
+        fill(DX, zero, 0, begin, there, skew, sk, SKEWED)
+        fill(DX, zero, end, reach(sk, SKEWED), there, skew, sk, SKEWED)
     return dot
 
 
@@ -124,48 +147,55 @@ def softmax_bwd_kernel(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, CLASSES: tl.constexpr,
     ONE_PASS: tl.constexpr, PACKED: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_LSE: tl.constexpr, WANT_DOT: tl.constexpr,
-    ENDS_MEET: tl.constexpr, EXACT: tl.constexpr, STEP: tl.constexpr, PTX: tl.constexpr,
+    ENDS_MEET: tl.constexpr, EXACT: tl.constexpr, STEP: tl.constexpr, SKEWED: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     batch, head, first, i, there = rows_of_program(
         tl.program_id(0), heads, sq, ROWS, 0, ENDS_MEET)
     sk *= STEP
-    begin, end, ends = span(first, i, sq, sk, lo, hi, ROWS, HAS_LO, HAS_HI, STEP)
     batch = batch.to(tl.int64)
     matrix = batch * heads + head
     alive = there
     if HAS_LSE:  # rows that saw nothing: whatever their output, no input made it
         alive = there & (tl.load(LSE + matrix * sq + i, mask=there, other=0.0) != float("-inf"))
-    row = i.to(tl.int64)[:, None]
+    row = i.to(tl.int64)
+    start, skew = whole((matrix * sq + row) * sk, SKEWED)
+    Y += start[:, None]
+    DX += start[:, None]
+    dy_start = (batch * stride_db + head.to(tl.int64) * stride_dh + row * stride_di) * STEP
+    if SKEWED:  # rows of dy and x begin where those of y do, seen from a vector
+        dy_start = dy_start // VECTOR * VECTOR
+    DY += dy_start[:, None]
     if HAS_SOFTCAP:
-        X += (batch * stride_xb + head.to(tl.int64) * stride_xh + row * stride_xi) * STEP
-    DY += (batch * stride_db + head.to(tl.int64) * stride_dh + row * stride_di) * STEP
-    Y += (matrix * sq + row) * sk
-    DX += (matrix * sq + row) * sk
+        x_start = (batch * stride_xb + head.to(tl.int64) * stride_xh + row * stride_xi) * STEP
+        if SKEWED:
+            x_start = x_start // VECTOR * VECTOR
+        X += x_start[:, None]
+    begin, end, ends = span(first, i, skew, sq, sk, lo, hi, ROWS, HAS_LO, HAS_HI, STEP, SKEWED)
+    if SKEWED:  # what rows share vectors with their neighbours: asked for early, used late
+        edge_cols, own = edges(there, skew, sk)
+        edge_y, edge_dy = _load_both(Y, DY, edge_cols, own & alive[:, None], skew, sk, False, "")
     zero = tl.zeros([ROWS], tl.float32)
+    BANDED: tl.constexpr = HAS_LO or HAS_HI
     if ONE_PASS:
         need = end - begin
-        if CLASSES >= 4 and need <= class_width(WIDTH, PARTS, 3) * class_parts(PARTS, 3):
-            dot = _backward_in_registers(
-                X, DY, Y, DX, there, alive, begin, ends, sk, scale, softcap, zero,
-                class_width(WIDTH, PARTS, 3), class_parts(PARTS, 3), PACKED,
-                HAS_LO or HAS_HI, HAS_SOFTCAP, EXACT, PTX)
-        elif CLASSES >= 3 and need <= class_width(WIDTH, PARTS, 2) * class_parts(PARTS, 2):
-            dot = _backward_in_registers(
-                X, DY, Y, DX, there, alive, begin, ends, sk, scale, softcap, zero,
-                class_width(WIDTH, PARTS, 2), class_parts(PARTS, 2), PACKED,
-                HAS_LO or HAS_HI, HAS_SOFTCAP, EXACT, PTX)
-        elif CLASSES >= 2 and need <= class_width(WIDTH, PARTS, 1) * class_parts(PARTS, 1):
-            dot = _backward_in_registers(
-                X, DY, Y, DX, there, alive, begin, ends, sk, scale, softcap, zero,
-                class_width(WIDTH, PARTS, 1), class_parts(PARTS, 1), PACKED,
-                HAS_LO or HAS_HI, HAS_SOFTCAP, EXACT, PTX)
-        else:
-            dot = _backward_in_registers(
-                X, DY, Y, DX, there, alive, begin, ends, sk, scale, softcap, zero,
-                WIDTH, PARTS, PACKED, HAS_LO or HAS_HI, HAS_SOFTCAP, EXACT, PTX)
+        dot = zero
+        for c in tl.static_range(CLASSES):
+            fits = need > class_span(WIDTH, PARTS, CLASSES, c + 1)
+            if c > 0:
+                fits = fits & (need <= class_span(WIDTH, PARTS, CLASSES, c))
+            if CLASSES == 1 or fits:
+                dot = _backward_in_registers(
+                    X, DY, Y, DX, there, alive, skew, begin, ends, sk, scale, softcap, zero,
+                    class_width(WIDTH, PARTS, c), class_parts(PARTS, CLASSES, c), PACKED, BANDED,
+                    HAS_SOFTCAP, EXACT, SKEWED, PTX)
     else:
-        dot = _backward_twice(X, DY, Y, DX, there, alive, begin, end, sk, scale, softcap, zero,
-                              WIDTH, HAS_LO or HAS_HI, HAS_SOFTCAP, EXACT)
+        dot = _backward_twice(
+            X, DY, Y, DX, there, alive, skew, begin, end, sk, scale, softcap, zero, WIDTH, BANDED,
+            HAS_SOFTCAP, EXACT, SKEWED)
+    if SKEWED:
+        _input_gradient(X, DX, edge_dy, edge_y, dot, edge_cols, own, own, scale, softcap,
+                        HAS_SOFTCAP)
     if WANT_DOT:
         tl.store(DOT + matrix * sq + i, dot, mask=there)
 
@@ -178,17 +208,22 @@ def choose_config(sk: int, banded: bool, unit: int) -> RowConfig:
     width = width_for(sk)
     if width == 65536:
         return RowConfig(1, 8192, 32, False)
+    if width > 32768:
+        return RowConfig(1, 8192, 16, False, max_registers=64)
+    if unit > 1 and not banded and 128 < sk < width:
+        return in_blocks(sk, packed=2048 < sk < 16_384)
     if width > 16384:
         return RowConfig(1, 8192, 16, False, max_registers=64)
     if width > 8192:
         return RowConfig(1, 4096, 16, False, max_registers=32)
     if width > 4096:
         if sk == width and not banded and unit > 1:
-            return RowConfig(1, width, 8, True)
+            return in_blocks(sk, packed=True)
         return RowConfig(1, 2048, 8, False)
+    if width == 4096 and not banded and unit > 1:
+        return RowConfig(1, 1024, 4, True, parts=4)
     if width > 1024:
-        warps = 4 if width == 4096 and not banded and sk < width else 2
-        return RowConfig(1, width, warps, True, packed=banded or width == 4096)
+        return RowConfig(1, width, 4 if width == 4096 and not banded else 2, True, packed=banded)
     if not banded or width == 256:
         return RowConfig(1024 // width, width, 1 if unit > 1 else 2, True)
     if width == 1024:
@@ -221,7 +256,8 @@ def backward(
         inner = clamped(band, sq, sk)
         banded = is_banded(inner, sq, sk)
         unit = unit_of(sk, dy, x)
-        chosen = config or choose_config(sk, banded, unit)
+        skewed = unit == 1 and in_step(dy, y) and (x is None or in_step(x, y))
+        chosen = config or choose_config(sk + skewed * (UNIT - 1), banded, UNIT if skewed else unit)
         fits = sk % (chosen.width * chosen.parts) == 0 and sq % chosen.rows == 0
         exact = fits and lse is None and not banded
         return Prepared(
@@ -232,7 +268,8 @@ def backward(
                 **({} if x is None else row_strides("x", x, unit)),
                 **row_strides("d", dy, unit),
                 **shape_constants(chosen, inner, sq, sk, unit),
-                "EXACT": exact and chosen.one_pass,  # two passes are slower with it
+                # Two passes are slower with EXACT.
+                **{"EXACT": exact and chosen.one_pass and not skewed, "SKEWED": skewed},
                 **{"HAS_SOFTCAP": softcap > 0, "HAS_LSE": lse is not None},
                 "WANT_DOT": dot is not None,
             },

@@ -21,7 +21,10 @@ ALIGN = tl.constexpr(16)
 
 UNIT = 8
 """Columns of a vector: 16 bytes of 16-bit scores. Where all rows start at multiples of it, sizes
-are passed in units of it, so that the compiler knows."""
+are passed in units of it, so that the compiler knows. Other rows are *skewed*: they are read from
+the start of the vector in which they begin, and column c stands at c + skew."""
+
+VECTOR = tl.constexpr(UNIT)
 
 # fmt: off
 
@@ -52,11 +55,25 @@ def rows_of_program(
 
 
 @triton.jit
+def whole(offset, SKEWED: tl.constexpr):
+    """Where a row starts, as (start of that vector, columns between the two)."""
+    skew = offset % VECTOR if SKEWED else offset * 0
+    return offset // VECTOR * VECTOR if SKEWED else offset, skew.to(tl.int32)
+
+
+@triton.jit
+def reach(sk, SKEWED: tl.constexpr):
+    """The place behind the last vector of sk columns, however skewed."""
+    return (sk + 2 * VECTOR - 2) // VECTOR * VECTOR if SKEWED else sk
+
+
+@triton.jit
 def span(
-    first, i, sq, sk, lo, hi,
+    first, i, skew, sq, sk, lo, hi,
     ROWS: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, STEP: tl.constexpr,
+    SKEWED: tl.constexpr,
 ):
-    """(begin, end, ends): columns [begin, end) hold all that these rows see, [begin, ends) what
+    """(begin, end, ends): places [begin, end) hold all that these rows see, [begin, ends) what
     each of them does; begin is a multiple of ALIGN.
     """
     begin = 0
@@ -71,7 +88,33 @@ def span(
         if STEP > 1:
             end = tl.minimum((end + ALIGN - 1) // ALIGN * ALIGN, sk)
             ends = tl.minimum((ends + ALIGN - 1) // ALIGN * ALIGN, sk)
+    if SKEWED:  # whole vectors, also where the last one holds columns of the next row
+        end = reach(end, SKEWED)
+        ends = (ends + skew + VECTOR - 1) // VECTOR * VECTOR
     return begin, end, ends
+
+
+@triton.jit
+def written(there, cols, skew, sk, EXACT: tl.constexpr, SKEWED: tl.constexpr):
+    """(ROWS, WIDTH): the places to write, in whole vectors; `edges` has what remains."""
+    if SKEWED:
+        head = (skew + VECTOR - 1) // VECTOR * VECTOR
+        tail = (skew + sk) // VECTOR * VECTOR
+        return (there[:, None] & (cols[None, :] >= head[:, None])
+                & (cols[None, :] < tail[:, None]))
+    return within(there, cols, skew + sk, EXACT)
+
+
+@triton.jit
+def edges(there, skew, sk):
+    """(ROWS, 2 * VECTOR) places in vectors that rows share with their neighbours, and which of
+    them are the row's own.
+    """
+    lane = tl.arange(0, 2 * VECTOR)[None, :]
+    tail = (skew + sk) // VECTOR * VECTOR
+    cols = tl.where(lane < VECTOR, lane, tail[:, None] + lane - VECTOR)
+    own = (cols >= skew[:, None]) & (cols < (skew + sk)[:, None])
+    return cols, there[:, None] & own & ((lane >= VECTOR) | (skew > 0)[:, None])
 
 
 @triton.jit
@@ -84,14 +127,22 @@ def within(there, cols, ends, EXACT: tl.constexpr):
 
 @triton.constexpr_function
 def class_width(WIDTH, PARTS, c):
-    """Columns of a block in code for spans of 1 / 2**c of a row: narrower if it is one block."""
+    """Columns of a block in the code for class c of spans: narrower if a row is one block."""
     return WIDTH >> c if PARTS == 1 else WIDTH
 
 
 @triton.constexpr_function
-def class_parts(PARTS, c):
-    """Blocks of a row there."""
-    return (PARTS + (1 << c) - 1) >> c
+def class_parts(PARTS, CLASSES, c):
+    """Blocks there: all of them for class 0, one for the last."""
+    return PARTS - c * (PARTS - 1) // max(1, CLASSES - 1)
+
+
+@triton.constexpr_function
+def class_span(WIDTH, PARTS, CLASSES, c):
+    """Columns that class c can take; beyond the last, less than nothing."""
+    if c >= CLASSES:
+        return -1
+    return (WIDTH >> c if PARTS == 1 else WIDTH) * (PARTS - c * (PARTS - 1) // max(1, CLASSES - 1))
 
 
 @triton.jit
@@ -125,14 +176,17 @@ def again(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def fill(Y, value, begin, end, there):
-    """Writes value (ROWS,) to columns [begin, end) of rows; begin is a multiple of ALIGN."""
+def fill(Y, value, begin, end, there, skew, sk, SKEWED: tl.constexpr):
+    """Writes value (ROWS,) to places [begin, end) of rows; begin is a multiple of VECTOR."""
     FILL: tl.constexpr = 1024 if value.shape[0] < 4 else 2048 // value.shape[0]
     for start in range(begin, end, FILL):
         cols = start + tl.arange(0, FILL)
         block = tl.zeros([1, FILL], tl.float32) + value[:, None]
-        tl.store(Y + cols[None, :], block.to(Y.dtype.element_ty),
-                 mask=there[:, None] & (cols < end)[None, :], cache_modifier=".cs")
+        inside = there[:, None] & (cols < end)[None, :]
+        if SKEWED:
+            inside = inside & written(there, cols, skew, sk, False, True)
+        tl.store(Y + cols[None, :], block.to(Y.dtype.element_ty), mask=inside,
+                 cache_modifier=".cs")
 
 
 # fmt: on
@@ -161,6 +215,13 @@ def width_for(sk: int) -> int:
     return max(16, triton.next_power_of_2(sk))
 
 
+def in_blocks(sk: int, packed: bool = False) -> RowConfig:
+    """A row as blocks of one vector per thread: five to eight of them between powers of two."""
+    columns = max(64, width_for(sk) // 8)
+    warps = max(1, columns // 256)
+    return RowConfig(max(1, 256 // columns), columns, warps, True, -(-sk // columns), packed)
+
+
 def clamped(band: tuple[int, int], sq: int, sk: int) -> tuple[int, int]:
     return max(-sq, min(band[0], sk)), max(-sq, min(band[1], sk))
 
@@ -176,6 +237,13 @@ def unit_of(sk: int, *tensors: torch.Tensor | None) -> int:
     return UNIT if all(n % UNIT == 0 for n in (sk, *steps)) else 1
 
 
+def in_step(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether every row of x starts at the same place of a vector as that of y, which is dense."""
+    steps = zip(x.shape[:3], x.stride()[:3], y.stride()[:3], strict=True)
+    same = all((a - b) % UNIT == 0 for n, a, b in steps if n > 1)
+    return same and x.data_ptr() % 16 == y.data_ptr() % 16 == 0
+
+
 def row_strides(name: str, x: torch.Tensor, unit: int) -> dict[str, int]:
     return {f"stride_{name}{dim}": n // unit for dim, n in zip("bhi", x.stride(), strict=False)}
 
@@ -188,10 +256,10 @@ def shape_constants(
     # A class must leave each thread something to do.
     smallest = config.num_warps * 32 * 2 // config.rows
     classes = 1
-    while (has_lo or has_hi) and classes < 4:
-        if config.parts == 1 and config.width >> classes < max(smallest, 64):
-            break
-        if config.parts > 1 and class_parts(config.parts, classes - 1) == 1:
+    if (has_lo or has_hi) and config.parts > 1:
+        classes = min(config.parts, 4)
+    while (has_lo or has_hi) and config.parts == 1 and classes < 4:
+        if config.width >> classes < max(smallest, 64):
             break
         classes += 1
     return {

@@ -13,22 +13,31 @@ import triton.language as tl
 from keel.kernels.flash_common import LN2, LOG2E, num_sms, raise_max, shared_memory, tanh
 from keel.kernels.launch import Prepared, Tensors, launch
 from keel.kernels.softmax_common import (
+    UNIT,
+    VECTOR,
     RowConfig,
     again,
     clamped,
     class_parts,
+    class_span,
     class_width,
+    edges,
     fill,
+    in_blocks,
+    in_step,
     is_banded,
     max_of_parts,
+    reach,
     row_strides,
     rows_of_program,
     shape_constants,
     span,
     sum_of_parts,
     unit_of,
+    whole,
     width_for,
     within,
+    written,
 )
 
 INTEGERS = [
@@ -51,46 +60,106 @@ def _exp(difference, FP32: tl.constexpr):
 
 @triton.jit
 def _load_mask(
-    MASK, cols, inside, stride_mj,
-    KIND: tl.constexpr, DENSE: tl.constexpr, FP32: tl.constexpr, EVICTION: tl.constexpr,
+    MASK, start, cols, inside, skew, sk, stride_mj,
+    KIND: tl.constexpr, DENSE: tl.constexpr, FP32: tl.constexpr, SKEWED: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
-    """The mask's columns of rows whose starts are MASK (ROWS, 1).
+    """The mask at places cols (WIDTH,) of rows that begin at start (ROWS,)."""
+    if DENSE and SKEWED and KIND == 1:
+        return _load_mask_words(MASK, start - skew, start, cols, sk, inside, EVICTION)
+    if DENSE and not SKEWED:
+        # In vectors of as many columns as scores are: left alone, the compiler reads bytes in
+        # longer ones, and then has to move them between threads through shared memory.
+        pointers = tl.max_contiguous(MASK + start[:, None] + cols[None, :], (1, 4 if FP32 else 8))
+        return tl.load(
+            pointers, mask=inside, other=1 if KIND == 1 else 0.0, eviction_policy=EVICTION)
+    places = (cols[None, :] - skew[:, None])
+    if SKEWED:
+        inside = inside & (places >= 0) & (places < sk)
+    return tl.load(MASK + start[:, None] + places * stride_mj, mask=inside,
+                   other=1 if KIND == 1 else 0.0, eviction_policy=EVICTION)
 
-    They are read in vectors of as many columns as scores are: left alone, the compiler reads bytes
-    in longer ones, and then has to move them between threads through shared memory.
+
+@triton.jit
+def _load_mask_words(MASK, frame, start, cols, sk, inside, EVICTION: tl.constexpr):
+    """Bytes of rows that do not begin where vectors do, by eights.
+
+    Eight bytes that belong to eight scores lie in two neighbouring words. Words that hold nothing
+    of the row are not read.
     """
-    if DENSE:
-        pointers = tl.max_contiguous(MASK + cols[None, :], (1, 4 if FP32 else 8))
-    else:
-        pointers = MASK + cols[None, :] * stride_mj
-    return tl.load(pointers, mask=inside, other=1 if KIND == 1 else 0.0, eviction_policy=EVICTION)
+    ROWS: tl.constexpr = inside.shape[0]
+    WORDS: tl.constexpr = inside.shape[1] // 8
+    words = MASK.to(tl.pointer_type(tl.int64), bitcast=True)
+    group = tl.min(cols, 0) // 8 + tl.arange(0, WORDS)
+    index = (frame >> 3)[:, None] + group[None, :]
+    cut = ((frame & 7) * 8)[:, None]
+    first, last = (start // 8)[:, None], ((start + sk - 1) // 8)[:, None]
+    here = tl.load(words + index, mask=(index >= first) & (index <= last), other=0,
+                   eviction_policy=EVICTION)
+    following = tl.load(words + index + 1, mask=(index + 1 >= first) & (index < last) & (cut > 0),
+                        other=0, eviction_policy=EVICTION)
+    joined = (here.to(tl.uint64) >> cut.to(tl.uint64)) | tl.where(
+        cut > 0, following.to(tl.uint64) << (64 - cut).to(tl.uint64), 0)
+    each = joined[:, :, None] >> (tl.arange(0, 8) * 8).to(tl.uint64)[None, None, :]
+    return tl.reshape(each.to(tl.uint8), [ROWS, WORDS * 8])
 
 
 @triton.jit
 def _logits(
-    x, mask, cols, i, inside, sk, lo, hi, scale, softcap,
+    x, mask, cols, low, high, inside, scale, softcap,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, MASK_KIND: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, FP32: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, FP32: tl.constexpr, SKEWED: tl.constexpr,
 ):
-    """(logits, logits before the softcap) in the units of `_exp`; -inf where a row does not see."""
+    """(logits, logits before the softcap) in the units of `_exp`; -inf where a row does not see.
+
+    cols: broadcastable to x; a row sees none before low (ROWS,) and none behind high.
+    """
     unit = 1.0 if FP32 else LOG2E
     s = x.to(tl.float32) * (scale * unit)
     raw = s
     if HAS_SOFTCAP:
         s = softcap * unit * tanh(s / (softcap * unit))
     keep = inside
-    if HAS_HI:
-        keep = cols[None, :] <= tl.minimum(i + hi, sk - 1)[:, None]
-    if HAS_LO:
-        keep = keep & (cols[None, :] >= (i + lo)[:, None])
+    if HAS_HI or SKEWED:
+        keep = cols <= high[:, None]
+    if HAS_LO or SKEWED:
+        keep = keep & (cols >= low[:, None])
     if MASK_KIND == 1:
         shown = mask == 0
-        keep = keep & shown if HAS_LO or HAS_HI else shown  # what was not read is hidden
+        # what was not read is hidden
+        keep = keep & shown if HAS_LO or HAS_HI or SKEWED else shown
     if MASK_KIND == 2:
         added = mask.to(tl.float32) * unit
         s += added
         raw += added
     return tl.where(keep, s, float("-inf")), tl.where(keep, raw, float("-inf"))
+
+
+@triton.jit
+def _load_edges(
+    X, MASK, mask_start, there, skew, sk, stride_mj, MASK_KIND: tl.constexpr,
+):
+    """(x, mask) in vectors that rows share with their neighbours; asked for early, used late."""
+    cols, own = edges(there, skew, sk)
+    x = tl.load(X + cols, mask=own, other=0.0)
+    mask = x
+    if MASK_KIND != 0:
+        mask = tl.load(MASK + mask_start[:, None] + (cols - skew[:, None]) * stride_mj, mask=own,
+                       other=1 if MASK_KIND == 1 else 0.0)
+    return x, mask
+
+
+@triton.jit
+def _write_edges(
+    Y, x, mask, there, low, high, skew, sk, scale, softcap, shift, factor, nothing,
+    HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, MASK_KIND: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, FP32: tl.constexpr,
+):
+    cols, own = edges(there, skew, sk)
+    s, _raw = _logits(x, mask, cols, low, high, own, scale, softcap, HAS_LO, HAS_HI, MASK_KIND,
+                      HAS_SOFTCAP, FP32, True)
+    p = _exp(s - shift[:, None], FP32) * factor[:, None] + nothing[:, None]
+    tl.store(Y + cols, p.to(Y.dtype.element_ty), mask=own)
 
 
 @triton.jit
@@ -121,11 +190,12 @@ def _close(
 
 @triton.jit
 def _forward_in_registers(
-    X, Y, MASK, i, there, begin, ends, sk, lo, hi, stride_mj, scale, softcap, sink,
+    X, Y, MASK, mask_start, there, low, high, skew, begin, ends, sk, stride_mj, scale, softcap,
+    sink,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr, HAS_LO: tl.constexpr,
     HAS_HI: tl.constexpr, MASK_KIND: tl.constexpr, DENSE_MASK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINK: tl.constexpr, UNIFORM: tl.constexpr,
-    EXACT: tl.constexpr, FP32: tl.constexpr, PTX: tl.constexpr,
+    EXACT: tl.constexpr, FP32: tl.constexpr, SKEWED: tl.constexpr, PTX: tl.constexpr,
 ):
     """Rows whose span fits PARTS blocks of WIDTH columns.
 
@@ -139,19 +209,23 @@ def _forward_in_registers(
         x = tl.load(X + cols[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
         mask = x
         if MASK_KIND != 0:  # other heads may want it, too
-            mask = _load_mask(
-                MASK, cols, inside, stride_mj, MASK_KIND, DENSE_MASK, FP32, "evict_last")
+            mask = _load_mask(MASK, mask_start, cols, inside, skew, sk, stride_mj, MASK_KIND,
+                              DENSE_MASK, FP32, SKEWED, "evict_last")
         xs, masks = xs + (x,), masks + (mask,)
+    if SKEWED:
+        edge_x, edge_mask = _load_edges(
+            X, MASK, mask_start, there, skew, sk, stride_mj, MASK_KIND)
     FILL_FIRST: tl.constexpr = (HAS_LO or HAS_HI) and not UNIFORM and WIDTH * PARTS <= 1024
     if FILL_FIRST:  # zeros go out while x comes in
-        zero = tl.zeros_like(i).to(tl.float32)
-        fill(Y, zero, 0, begin, there)
-        fill(Y, zero, begin + WIDTH * PARTS, sk, there)
+        zero = tl.zeros_like(low).to(tl.float32)
+        fill(Y, zero, 0, begin, there, skew, sk, SKEWED)
+        fill(Y, zero, begin + WIDTH * PARTS, reach(sk, SKEWED), there, skew, sk, SKEWED)
     logits, raws = (), ()
     for part in tl.static_range(PARTS):
         cols = first_cols + part * WIDTH
-        s, raw = _logits(xs[part], masks[part], cols, i, within(there, cols, ends, EXACT), sk,
-                         lo, hi, scale, softcap, HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32)
+        s, raw = _logits(
+            xs[part], masks[part], cols[None, :], low, high, within(there, cols, ends, EXACT),
+            scale, softcap, HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32, SKEWED)
         logits, raws = logits + (s,), raws + (raw,)
     top = max_of_parts(logits, PARTS)
     raw_top = top
@@ -164,10 +238,10 @@ def _forward_in_registers(
         s = logits[part]
         if PACKED:
             s, raw = _logits(
-                again(xs[part], PTX), masks[part], cols, i, within(there, cols, ends, EXACT), sk,
-                lo, hi, scale, softcap, HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32)
-        p = _exp(s - own_shift[:, None], FP32)
-        weights = weights + (p,)
+                again(xs[part], PTX), masks[part], cols[None, :], low, high,
+                within(there, cols, ends, EXACT), scale, softcap, HAS_LO, HAS_HI, MASK_KIND,
+                HAS_SOFTCAP, FP32, SKEWED)
+        weights = weights + (_exp(s - own_shift[:, None], FP32),)
     total = sum_of_parts(weights, PARTS)
     raw_top = tl.where(total == total, raw_top, float("nan"))  # maxima drop NaNs, sums keep them
     _shift, factor, decay, nothing, lse = _close(top, total, sink, sk, HAS_SINK, UNIFORM, FP32)
@@ -176,36 +250,44 @@ def _forward_in_registers(
         p = weights[part]
         if PACKED:
             s, raw = _logits(
-                again(xs[part], PTX), masks[part], cols, i, within(there, cols, ends, EXACT), sk,
-                lo, hi, scale, softcap, HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32)
+                again(xs[part], PTX), masks[part], cols[None, :], low, high,
+                within(there, cols, ends, EXACT), scale, softcap, HAS_LO, HAS_HI, MASK_KIND,
+                HAS_SOFTCAP, FP32, SKEWED)
             p = _exp(s - own_shift[:, None], FP32)
         p = p * (factor * decay)[:, None]
         if UNIFORM and not HAS_SINK:
             p += nothing[:, None]
-        tl.store(Y + cols[None, :], p.to(Y.dtype.element_ty),
-                 mask=within(there, cols, tl.zeros_like(i) + sk, EXACT), cache_modifier=".cs")
+        tl.store(Y + cols[None, :], p.to(Y.dtype.element_ty), cache_modifier=".cs",
+                 mask=written(there, cols, skew, sk, EXACT, SKEWED))
+    if SKEWED:
+        _write_edges(
+            Y, edge_x, edge_mask, there, low, high, skew, sk, scale, softcap, own_shift,
+            factor * decay, nothing, HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32)
     if (HAS_LO or HAS_HI) and not FILL_FIRST:
-        fill(Y, nothing, 0, begin, there)
-        fill(Y, nothing, begin + WIDTH * PARTS, sk, there)
+        fill(Y, nothing, 0, begin, there, skew, sk, SKEWED)
+        fill(Y, nothing, begin + WIDTH * PARTS, reach(sk, SKEWED), there, skew, sk, SKEWED)
     return raw_top, lse
 
 
 @triton.jit
 def _forward_twice(
-    X, Y, MASK, i, there, begin, end, sk, lo, hi, stride_mj, scale, softcap, sink,
+    X, Y, MASK, mask_start, there, low, high, skew, begin, end, sk, stride_mj, scale, softcap,
+    sink,
     WIDTH: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, MASK_KIND: tl.constexpr,
     DENSE_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINK: tl.constexpr,
-    UNIFORM: tl.constexpr, EXACT: tl.constexpr, FP32: tl.constexpr,
+    UNIFORM: tl.constexpr, EXACT: tl.constexpr, FP32: tl.constexpr, SKEWED: tl.constexpr,
 ):
     """The same for rows of any length: one pass for maximum and sum, one to write.
 
     The second pass goes backwards, through what the L2 has seen last.
     """
-    ROWS: tl.constexpr = i.shape[0]
+    ROWS: tl.constexpr = low.shape[0]
     top = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)
     raw_top = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)
     total = tl.zeros([ROWS, WIDTH], tl.float32)
-    ends = tl.zeros_like(i) + end
+    ends = tl.zeros_like(low) + end
+    if SKEWED:  # of each row, no vector that holds nothing of it
+        ends = tl.minimum(ends, (skew + sk + VECTOR - 1) // VECTOR * VECTOR)
     steps = (end - begin + WIDTH - 1) // WIDTH
     for step in range(steps):
         cols = begin + step * WIDTH + tl.arange(0, WIDTH)
@@ -213,9 +295,10 @@ def _forward_twice(
         x = tl.load(X + cols[None, :], mask=inside, other=0.0, eviction_policy="evict_last")
         mask = x
         if MASK_KIND != 0:
-            mask = _load_mask(MASK, cols, inside, stride_mj, MASK_KIND, DENSE_MASK, FP32, "")
-        s, raw = _logits(x, mask, cols, i, inside, sk, lo, hi, scale, softcap,
-                         HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32)
+            mask = _load_mask(MASK, mask_start, cols, inside, skew, sk, stride_mj, MASK_KIND,
+                              DENSE_MASK, FP32, SKEWED, "")
+        s, raw = _logits(x, mask, cols[None, :], low, high, inside, scale, softcap,
+                         HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32, SKEWED)
         # Every lane keeps its own maximum and sum: lanes meet once, behind the loop.
         new_top = tl.maximum(top, s)
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -238,16 +321,25 @@ def _forward_twice(
         x = tl.load(X + cols[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
         mask = x
         if MASK_KIND != 0:
-            mask = _load_mask(MASK, cols, inside, stride_mj, MASK_KIND, DENSE_MASK, FP32, "")
-        s, _raw = _logits(x, mask, cols, i, inside, sk, lo, hi, scale, softcap,
-                          HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32)
+            mask = _load_mask(MASK, mask_start, cols, inside, skew, sk, stride_mj, MASK_KIND,
+                              DENSE_MASK, FP32, SKEWED, "")
+        s, _raw = _logits(x, mask, cols[None, :], low, high, inside, scale, softcap,
+                          HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32, SKEWED)
         p = _exp(s - shift[:, None], FP32) * factor[:, None]
         if UNIFORM and not HAS_SINK:
             p += nothing[:, None]
+        if SKEWED:
+            inside = inside & written(there, cols, skew, sk, EXACT, SKEWED)
         tl.store(Y + cols[None, :], p.to(Y.dtype.element_ty), mask=inside, cache_modifier=".cs")
+    if SKEWED:
+        edge_x, edge_mask = _load_edges(
+            X, MASK, mask_start, there, skew, sk, stride_mj, MASK_KIND)
+        _write_edges(
+            Y, edge_x, edge_mask, there, low, high, skew, sk, scale, softcap, shift, factor,
+            nothing, HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32)
     if HAS_LO or HAS_HI:
-        fill(Y, nothing, 0, begin, there)
-        fill(Y, nothing, end, sk, there)
+        fill(Y, nothing, 0, begin, there, skew, sk, SKEWED)
+        fill(Y, nothing, end, reach(sk, SKEWED), there, skew, sk, SKEWED)
     return row_raw_top, lse
 
 
@@ -260,19 +352,26 @@ def _forward_tile(
     MASK_KIND: tl.constexpr, DENSE_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINK: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr,
     UNIFORM: tl.constexpr, TURN: tl.constexpr, ENDS_MEET: tl.constexpr, EXACT: tl.constexpr,
-    STEP: tl.constexpr, PTX: tl.constexpr,
+    STEP: tl.constexpr, SKEWED: tl.constexpr, PTX: tl.constexpr,
 ):
     FP32: tl.constexpr = X.dtype.element_ty == tl.float32
     batch, head, first, i, there = rows_of_program(program, heads, sq, ROWS, TURN, ENDS_MEET)
     sk *= STEP
-    begin, end, ends = span(first, i, sq, sk, lo, hi, ROWS, HAS_LO, HAS_HI, STEP)
-    row = i.to(tl.int64)[:, None]
+    row = i.to(tl.int64)
     batch, head64 = batch.to(tl.int64), head.to(tl.int64)
-    X += (batch * stride_xb + head64 * stride_xh + row * stride_xi) * STEP
     matrix = batch * heads + head
-    Y += (matrix * sq + row) * sk
+    start, skew = whole((matrix * sq + row) * sk, SKEWED)
+    Y += start[:, None]
+    x_start = (batch * stride_xb + head64 * stride_xh + row * stride_xi) * STEP
+    if SKEWED:  # rows of x begin where those of y do, seen from a vector
+        x_start = x_start // VECTOR * VECTOR
+    X += x_start[:, None]
+    mask_start = row
     if MASK_KIND != 0:
-        MASK += (batch * stride_mb + head64 * stride_mh + row * stride_mi) * STEP
+        mask_start = (batch * stride_mb + head64 * stride_mh + row * stride_mi) * STEP
+    begin, end, ends = span(first, i, skew, sq, sk, lo, hi, ROWS, HAS_LO, HAS_HI, STEP, SKEWED)
+    low = tl.maximum(i + lo, 0) + skew if HAS_LO else skew
+    high = tl.minimum(i + hi, sk - 1) + skew if HAS_HI else skew + sk - 1
     sink = 0.0
     if HAS_SINK:
         sink = tl.load(SINK + head).to(tl.float32) * (1.0 if FP32 else LOG2E)
@@ -281,31 +380,23 @@ def _forward_tile(
     if ONE_PASS:
         # Narrow spans take narrow code: lanes beyond the span would only idle.
         need = end - begin
-        if CLASSES >= 4 and need <= class_width(WIDTH, PARTS, 3) * class_parts(PARTS, 3):
-            top, lse = _forward_in_registers(
-                X, Y, MASK, i, there, begin, ends, sk, lo, hi, stride_mj, scale, softcap, sink,
-                class_width(WIDTH, PARTS, 3), class_parts(PARTS, 3), PACKED, HAS_LO, HAS_HI,
-                MASK_KIND, DENSE_MASK, HAS_SOFTCAP, HAS_SINK, UNIFORM, EXACT, FP32, PTX)
-        elif CLASSES >= 3 and need <= class_width(WIDTH, PARTS, 2) * class_parts(PARTS, 2):
-            top, lse = _forward_in_registers(
-                X, Y, MASK, i, there, begin, ends, sk, lo, hi, stride_mj, scale, softcap, sink,
-                class_width(WIDTH, PARTS, 2), class_parts(PARTS, 2), PACKED, HAS_LO, HAS_HI,
-                MASK_KIND, DENSE_MASK, HAS_SOFTCAP, HAS_SINK, UNIFORM, EXACT, FP32, PTX)
-        elif CLASSES >= 2 and need <= class_width(WIDTH, PARTS, 1) * class_parts(PARTS, 1):
-            top, lse = _forward_in_registers(
-                X, Y, MASK, i, there, begin, ends, sk, lo, hi, stride_mj, scale, softcap, sink,
-                class_width(WIDTH, PARTS, 1), class_parts(PARTS, 1), PACKED, HAS_LO, HAS_HI,
-                MASK_KIND, DENSE_MASK, HAS_SOFTCAP, HAS_SINK, UNIFORM, EXACT, FP32, PTX)
-        else:
-            top, lse = _forward_in_registers(
-                X, Y, MASK, i, there, begin, ends, sk, lo, hi, stride_mj, scale, softcap, sink,
-                WIDTH, PARTS, PACKED, HAS_LO, HAS_HI, MASK_KIND, DENSE_MASK, HAS_SOFTCAP, HAS_SINK,
-                UNIFORM, EXACT, FP32, PTX)
+        top = tl.zeros([ROWS], tl.float32)
+        lse = tl.zeros([ROWS], tl.float32)
+        for c in tl.static_range(CLASSES):
+            fits = need > class_span(WIDTH, PARTS, CLASSES, c + 1)
+            if c > 0:
+                fits = fits & (need <= class_span(WIDTH, PARTS, CLASSES, c))
+            if CLASSES == 1 or fits:
+                top, lse = _forward_in_registers(
+                    X, Y, MASK, mask_start, there, low, high, skew, begin, ends, sk, stride_mj,
+                    scale, softcap, sink, class_width(WIDTH, PARTS, c),
+                    class_parts(PARTS, CLASSES, c), PACKED, HAS_LO, HAS_HI, MASK_KIND,
+                    DENSE_MASK, HAS_SOFTCAP, HAS_SINK, UNIFORM, EXACT, FP32, SKEWED, PTX)
     else:
         top, lse = _forward_twice(
-            X, Y, MASK, i, there, begin, end, sk, lo, hi, stride_mj, scale, softcap, sink,
-            WIDTH, HAS_LO, HAS_HI, MASK_KIND, DENSE_MASK, HAS_SOFTCAP, HAS_SINK, UNIFORM, EXACT,
-            FP32)
+            X, Y, MASK, mask_start, there, low, high, skew, begin, end, sk, stride_mj, scale,
+            softcap, sink, WIDTH, HAS_LO, HAS_HI, MASK_KIND, DENSE_MASK, HAS_SOFTCAP, HAS_SINK,
+            UNIFORM, EXACT, FP32, SKEWED)
     if WANT_LSE:
         tl.store(LSE + matrix * sq + i, lse, mask=there)
     if WANT_MAX:
@@ -324,7 +415,7 @@ def softmax_fwd_kernel(
     HAS_HI: tl.constexpr, MASK_KIND: tl.constexpr, DENSE_MASK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINK: tl.constexpr, WANT_LSE: tl.constexpr,
     WANT_MAX: tl.constexpr, UNIFORM: tl.constexpr, TURN: tl.constexpr, ENDS_MEET: tl.constexpr,
-    EXACT: tl.constexpr, STEP: tl.constexpr, PTX: tl.constexpr,
+    EXACT: tl.constexpr, STEP: tl.constexpr, SKEWED: tl.constexpr, PTX: tl.constexpr,
 ):
     if STAGES > 0:  # later rows come in through shared memory while this one is worked on
         for program in tl.range(tl.program_id(0), programs, tl.num_programs(0), num_stages=STAGES):
@@ -333,14 +424,14 @@ def softmax_fwd_kernel(
                 stride_xb, stride_xh, stride_xi, stride_mb, stride_mh, stride_mi,
                 stride_mj, ROWS, WIDTH, PARTS, CLASSES, ONE_PASS, PACKED, HAS_LO, HAS_HI, MASK_KIND,
                 DENSE_MASK, HAS_SOFTCAP, HAS_SINK, WANT_LSE, WANT_MAX, UNIFORM, TURN, ENDS_MEET,
-                EXACT, STEP, PTX)
+                EXACT, STEP, SKEWED, PTX)
     else:
         _forward_tile(
             tl.program_id(0), X, Y, MASK, SINK, LSE, MAX_LOGITS, heads, sq, sk, lo, hi, scale,
             softcap, stride_xb, stride_xh, stride_xi, stride_mb, stride_mh, stride_mi,
             stride_mj, ROWS, WIDTH, PARTS, CLASSES, ONE_PASS, PACKED, HAS_LO, HAS_HI, MASK_KIND,
             DENSE_MASK, HAS_SOFTCAP, HAS_SINK, WANT_LSE, WANT_MAX, UNIFORM, TURN, ENDS_MEET,
-            EXACT, STEP, PTX)
+            EXACT, STEP, SKEWED, PTX)
 
 
 # fmt: on
@@ -354,7 +445,10 @@ def choose_config(
     mask_bytes: of one element of the mask, 0 without one. shared: bytes that a program may have.
     """
     width = width_for(sk)
-    nearly_full = sk > width * 7 // 8
+    if sk < width and unit > 1 and 128 < sk <= (12_288 if banded else 20_480):
+        return in_blocks(sk)
+    if sk < width and unit > 1 and not banded and not mask_bytes and 16_384 < sk <= 24_576:
+        return in_blocks(sk, packed=True)
     if width <= 8192:
         if width <= 1024:
             warps = 2 if banded and width <= 128 else 1
@@ -363,7 +457,7 @@ def choose_config(
         elif width == 4096:
             warps = 4 if banded or mask_bytes or unit == 1 else 2
         else:
-            warps = 8 if mask_bytes and not banded else 4
+            warps = 4 if banded else 8
         rows = max(1, 1024 * warps // width)
         if unit == 1 and mask_bytes:  # too many narrow loads in a thread are not in flight together
             warps = max(warps, min(32, rows * width // 256))
@@ -374,12 +468,11 @@ def choose_config(
         return RowConfig(1, 8192, 16, False, max_registers=64)
     if banded and width == 16384:
         return RowConfig(1, 2048, 4, False, max_registers=56)
-    if not banded and nearly_full and itemsize == 2 and mask_bytes <= 1 and unit > 1:
-        if width == 16384 and mask_bytes:
-            return RowConfig(1, width, 8, True)
-        warps, stages = (8, 4) if width == 16384 else (32, 3)
-        if (stages - 1) * width * (itemsize + mask_bytes) + 4096 <= shared:
-            return RowConfig(1, width, warps, True, stages=stages)
+    if not banded and itemsize == 2 and mask_bytes <= 1 and unit > 1:
+        if width == 16384:
+            return RowConfig(1, width, 8, True) if mask_bytes else in_blocks(sk, packed=True)
+        if 2 * width * (itemsize + mask_bytes) + 4096 <= shared and sk > width * 7 // 8:
+            return RowConfig(1, width, 32, True, stages=3)
     return RowConfig(1, 2048, 8, False, max_registers=32)
 
 
@@ -424,9 +517,15 @@ def forward(
         inner = clamped(band, sq, sk)
         mask_bytes = 0 if mask is None else mask.element_size()
         unit = unit_of(sk, x, mask)
+        skewed = unit == 1 and in_step(x, y) and (mask is None or mask.data_ptr() % UNIT == 0)
         banded = is_banded(inner, sq, sk)
         chosen = config or choose_config(
-            sk, banded, mask_bytes, x.element_size(), unit, shared_memory(x.device)
+            sk + skewed * (UNIT - 1),
+            banded,
+            mask_bytes,
+            x.element_size(),
+            UNIT if skewed else unit,
+            shared_memory(x.device),
         )
         tiles = -(-sq // chosen.rows)
         turn = -(-rows_of_a_turn(mask) // chosen.rows)
@@ -442,7 +541,7 @@ def forward(
                 **({} if mask is None else row_strides("m", mask, unit)),
                 **({} if mask is None else {"stride_mj": mask.stride(3)}),
                 **shape_constants(chosen, inner, sq, sk, unit),
-                "EXACT": exact and not banded,
+                **{"EXACT": exact and not banded and not skewed, "SKEWED": skewed},
                 **{"STAGES": chosen.stages, "TURN": turn, "HAS_SOFTCAP": softcap > 0},
                 "MASK_KIND": 0 if mask is None else 2 if mask.is_floating_point() else 1,
                 "DENSE_MASK": mask is not None and mask.stride(3) == 1,
