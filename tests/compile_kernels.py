@@ -229,7 +229,10 @@ def softmax_forward_variant(
 ) -> tuple[Any, dict[str, Any], RowConfig]:
     shared = {80: 166_912, 86: 101_376, 90: 232_448}.get(arch, 101_376)
     masked = kind == "masked"
-    config = config or softmax_fwd.choose_config(sk, kind == "causal", int(masked), 2, 8, shared)
+    if config is None and sk % 8:
+        config = softmax_fwd.choose_skewed(sk, kind == "causal", int(masked))
+    elif config is None:
+        config = softmax_fwd.choose_config(sk, kind == "causal", int(masked), 2, 8, shared)
     constants = {
         **softmax_constants(config, sk, kind),
         **dict.fromkeys(("HAS_SINK", "UNIFORM", "WANT_LSE", "HAS_SOFTCAP"), False),
@@ -243,7 +246,10 @@ def softmax_forward_variant(
 def softmax_backward_variant(
     sk: int, kind: str, config: RowConfig | None = None
 ) -> tuple[Any, dict[str, Any], RowConfig]:
-    config = config or softmax_bwd.choose_config(sk, kind == "causal", 8)
+    if config is None and sk % 8:
+        config = softmax_bwd.choose_skewed(sk)
+    elif config is None:
+        config = softmax_bwd.choose_config(sk, kind == "causal", 8)
     constants = softmax_constants(config, sk, kind)
     constants |= dict.fromkeys(("HAS_LSE", "WANT_DOT", "HAS_SOFTCAP"), False)
     constants["EXACT"] &= config.one_pass

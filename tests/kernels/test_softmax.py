@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,6 +38,8 @@ def test_against_the_oracle(config, seed, dtype):
     case = random_case(random.Random(seed), dtype, rows=6)
     with pytest.MonkeyPatch.context() as patch:
         if config is not None:
+            if config.parts > 1:
+                config = replace(config, parts=-(-(case.x.shape[-1] + 7) // config.width))
             patch.setattr(softmax_fwd, "choose_config", lambda *_: config)
             patch.setattr(softmax_bwd, "choose_config", lambda *_: config)
         launch._recipes.clear()
@@ -52,12 +55,17 @@ def test_every_length_has_a_config(banded, mask_bytes, itemsize):
         for shared, unit in ((101_376, 8), (232_448, 8), (232_448, 1)):
             forward = softmax_fwd.choose_config(sk, banded, mask_bytes, itemsize, unit, shared)
             backward = softmax_bwd.choose_config(sk, banded, unit)
-            for config in (forward, backward):
+            skewed = (
+                softmax_fwd.choose_skewed(sk, banded, mask_bytes),
+                softmax_bwd.choose_skewed(sk),
+            )
+            assert all(not c.one_pass or c.parts * c.width >= sk + 7 for c in skewed)
+            for config in (forward, backward, *skewed):
                 assert config.rows >= 1 and config.num_warps in (1, 2, 4, 8, 16, 32)
                 assert config.width * config.parts >= sk if config.one_pass else sk > 4096
                 assert config.width.bit_count() == config.rows.bit_count() == 1
-            buffers = max(0, forward.stages - 1)
-            assert buffers * forward.width * (itemsize + mask_bytes) < shared
+            buffered = max(0, forward.stages - 1) * forward.parts * forward.width
+            assert buffered * (itemsize + mask_bytes) < shared
 
 
 @pytest.mark.parametrize("turn", [0, 1, 3, 4, 16])

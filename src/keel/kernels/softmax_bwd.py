@@ -17,6 +17,7 @@ from keel.kernels.softmax_common import (
     class_parts,
     class_span,
     class_width,
+    edge_cols,
     edges,
     fill,
     in_blocks,
@@ -55,18 +56,15 @@ def _load_both(Y, DY, cols, inside, skew, sk, SKEWED: tl.constexpr, EVICTION: tl
 
 
 @triton.jit
-def _input_gradient(
-    X, DX, dy, y, dot, cols, inside, outside, scale, softcap, HAS_SOFTCAP: tl.constexpr,
-):
-    """Writes scale * y * (dy - dot), bent by the softcap, at cols where outside says so."""
+def _input_gradient(X, dy, y, dot, cols, inside, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """scale * y * (dy - dot), bent by the softcap."""
     dy, y = dy.to(tl.float32), y.to(tl.float32)
     dx = y * (dy - dot[:, None]) * scale
     if HAS_SOFTCAP:
         x = tl.load(X + cols, mask=inside, other=0.0, eviction_policy="evict_first")
         bent = tanh(x.to(tl.float32) * (scale / softcap))
         dx = dx * (1.0 - bent * bent)
-    dx = tl.where(y == 0.0, 0.0, dx)  # where y is 0, dy may be anything, infinite too
-    tl.store(DX + cols, dx.to(DX.dtype.element_ty), mask=outside, cache_modifier=".cs")
+    return tl.where(y == 0.0, 0.0, dx)  # where y is 0, dy may be anything, infinite too
 
 
 @triton.jit
@@ -100,9 +98,10 @@ def _backward_in_registers(
         y, dy = ys[part], dys[part]
         if PACKED:
             y, dy = again(y, PTX), again(dy, PTX)
-        _input_gradient(
-            X, DX, dy, y, dot, cols[None, :], within(alive, cols, ends, EXACT),
-            written(there, cols, skew, sk, EXACT, SKEWED), scale, softcap, HAS_SOFTCAP)
+        dx = _input_gradient(X, dy, y, dot, cols[None, :], within(alive, cols, ends, EXACT),
+                             scale, softcap, HAS_SOFTCAP)
+        tl.store(DX + cols[None, :], dx.to(DX.dtype.element_ty), cache_modifier=".cs",
+                 mask=written(there, cols, skew, sk, EXACT, SKEWED))
     return dot
 
 
@@ -131,8 +130,9 @@ def _backward_twice(
         outside = within(there, cols, ends, EXACT)
         if SKEWED:
             outside = outside & written(there, cols, skew, sk, EXACT, SKEWED)
-        _input_gradient(
-            X, DX, dy, y, dot, cols[None, :], inside, outside, scale, softcap, HAS_SOFTCAP)
+        dx = _input_gradient(X, dy, y, dot, cols[None, :], inside, scale, softcap, HAS_SOFTCAP)
+        tl.store(DX + cols[None, :], dx.to(DX.dtype.element_ty), mask=outside,
+                 cache_modifier=".cs")
     if BANDED:
         fill(DX, zero, 0, begin, there, skew, sk, SKEWED)
         fill(DX, zero, end, reach(sk, SKEWED), there, skew, sk, SKEWED)
@@ -172,9 +172,6 @@ def softmax_bwd_kernel(
             x_start = x_start // VECTOR * VECTOR
         X += x_start[:, None]
     begin, end, ends = span(first, i, skew, sq, sk, lo, hi, ROWS, HAS_LO, HAS_HI, STEP, SKEWED)
-    if SKEWED:  # what rows share vectors with their neighbours: asked for early, used late
-        edge_cols, own = edges(there, skew, sk)
-        edge_y, edge_dy = _load_both(Y, DY, edge_cols, own & alive[:, None], skew, sk, False, "")
     zero = tl.zeros([ROWS], tl.float32)
     BANDED: tl.constexpr = HAS_LO or HAS_HI
     if ONE_PASS:
@@ -193,9 +190,12 @@ def softmax_bwd_kernel(
         dot = _backward_twice(
             X, DY, Y, DX, there, alive, skew, begin, end, sk, scale, softcap, zero, WIDTH, BANDED,
             HAS_SOFTCAP, EXACT, SKEWED)
-    if SKEWED:
-        _input_gradient(X, DX, edge_dy, edge_y, dot, edge_cols, own, own, scale, softcap,
-                        HAS_SOFTCAP)
+    if SKEWED:  # reading these again is cheaper than writing single numbers from large blocks
+        cols = edge_cols(skew, sk)
+        own = edges(there, cols, skew, sk)
+        y, dy = _load_both(Y, DY, cols, own & alive[:, None], skew, sk, False, "")
+        dx = _input_gradient(X, dy, y, dot, cols, own, scale, softcap, HAS_SOFTCAP)
+        tl.store(DX + cols, dx.to(DX.dtype.element_ty), mask=own)
     if WANT_DOT:
         tl.store(DOT + matrix * sq + i, dot, mask=there)
 
@@ -208,10 +208,13 @@ def choose_config(sk: int, banded: bool, unit: int) -> RowConfig:
     width = width_for(sk)
     if width == 65536:
         return RowConfig(1, 8192, 32, False)
-    if width > 32768:
+    if width > 65536:
         return RowConfig(1, 8192, 16, False, max_registers=64)
-    if unit > 1 and not banded and 128 < sk < width:
-        return in_blocks(sk, packed=2048 < sk < 16_384)
+    if 128 < sk < width and unit > 1:
+        if not banded:
+            return in_blocks(sk, packed=2048 < sk < 16_384)
+        if 512 < sk <= 768:
+            return RowConfig(1, 128, 1, True, parts=-(-sk // 128), packed=True)
     if width > 16384:
         return RowConfig(1, 8192, 16, False, max_registers=64)
     if width > 8192:
@@ -219,7 +222,7 @@ def choose_config(sk: int, banded: bool, unit: int) -> RowConfig:
     if width > 4096:
         if sk == width and not banded and unit > 1:
             return in_blocks(sk, packed=True)
-        return RowConfig(1, 2048, 8, False)
+        return RowConfig(1, 2048, 4 if sk < 6144 else 8, False)
     if width == 4096 and not banded and unit > 1:
         return RowConfig(1, 1024, 4, True, parts=4)
     if width > 1024:
@@ -229,6 +232,14 @@ def choose_config(sk: int, banded: bool, unit: int) -> RowConfig:
     if width == 1024:
         return RowConfig(1, width, 2, True, packed=True)
     return RowConfig(2048 // width, width, 1 if width == 512 else 2, True)
+
+
+def choose_skewed(sk: int) -> RowConfig:
+    """The same for rows that do not all begin with a vector."""
+    widest = sk + UNIT - 1
+    if widest <= 8192:
+        return in_blocks(widest, 64 if sk <= 512 else 256)
+    return RowConfig(1, 2048, 4, False) if sk <= 16_384 else RowConfig(1, 4096, 16, False)
 
 
 def backward(
@@ -257,7 +268,7 @@ def backward(
         banded = is_banded(inner, sq, sk)
         unit = unit_of(sk, dy, x)
         skewed = unit == 1 and in_step(dy, y) and (x is None or in_step(x, y))
-        chosen = config or choose_config(sk + skewed * (UNIT - 1), banded, UNIT if skewed else unit)
+        chosen = config or (choose_skewed(sk) if skewed else choose_config(sk, banded, unit))
         fits = sk % (chosen.width * chosen.parts) == 0 and sq % chosen.rows == 0
         exact = fits and lse is None and not banded
         return Prepared(

@@ -9,6 +9,7 @@ streaming stores.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -106,15 +107,47 @@ def written(there, cols, skew, sk, EXACT: tl.constexpr, SKEWED: tl.constexpr):
 
 
 @triton.jit
-def edges(there, skew, sk):
-    """(ROWS, 2 * VECTOR) places in vectors that rows share with their neighbours, and which of
-    them are the row's own.
-    """
+def edges(there, cols, skew, sk):
+    """(ROWS, WIDTH): places of a row in vectors that it shares with its neighbours."""
+    head = (skew + VECTOR - 1) // VECTOR * VECTOR
+    tail = (skew + sk) // VECTOR * VECTOR
+    own = (cols >= skew[:, None]) & (cols < (skew + sk)[:, None])
+    return there[:, None] & own & ((cols < head[:, None]) | (cols >= tail[:, None]))
+
+
+@triton.jit
+def edge_cols(skew, sk):
+    """(ROWS, 2 * VECTOR): the places of both of these vectors."""
     lane = tl.arange(0, 2 * VECTOR)[None, :]
     tail = (skew + sk) // VECTOR * VECTOR
-    cols = tl.where(lane < VECTOR, lane, tail[:, None] + lane - VECTOR)
-    own = (cols >= skew[:, None]) & (cols < (skew + sk)[:, None])
-    return cols, there[:, None] & own & ((lane >= VECTOR) | (skew > 0)[:, None])
+    return tl.where(lane < VECTOR, lane, tail[:, None] + lane - VECTOR)
+
+
+@triton.jit
+def fill_around(Y, value, begin, end, there, skew, sk, SKEWED: tl.constexpr):
+    """Writes value (ROWS,) to all columns of rows but places [begin, end), multiples of VECTOR."""
+    fill(Y, value, 0, begin, there, skew, sk, SKEWED)
+    fill(Y, value, end, reach(sk, SKEWED), there, skew, sk, SKEWED)
+    if SKEWED:
+        cols = edge_cols(skew, sk)
+        block = tl.zeros(cols.shape, tl.float32) + value[:, None]
+        tl.store(Y + cols, block.to(Y.dtype.element_ty),
+                 mask=edges(there, cols, skew, sk) & ((cols < begin) | (cols >= end)))
+
+
+@triton.jit
+def store_row(
+    Y, value, cols, there, skew, sk,
+    part: tl.constexpr, PARTS: tl.constexpr, HAS_LO: tl.constexpr, EXACT: tl.constexpr,
+    SKEWED: tl.constexpr,
+):
+    """Writes value (ROWS, WIDTH) to places cols (WIDTH,), block number `part` of a row's."""
+    value = value.to(Y.dtype.element_ty)
+    tl.store(Y + cols[None, :], value, cache_modifier=".cs",
+             mask=written(there, cols, skew, sk, EXACT, SKEWED))
+    # Rows begin in the first block and end in one of the last two, unless blocks begin anywhere.
+    if SKEWED and (part == 0 or part >= PARTS - 2 or HAS_LO):
+        tl.store(Y + cols[None, :], value, mask=edges(there, cols[None, :], skew, sk))
 
 
 @triton.jit
@@ -215,11 +248,11 @@ def width_for(sk: int) -> int:
     return max(16, triton.next_power_of_2(sk))
 
 
-def in_blocks(sk: int, packed: bool = False) -> RowConfig:
+def in_blocks(sk: int, least: int = 64, **options: Any) -> RowConfig:
     """A row as blocks of one vector per thread: five to eight of them between powers of two."""
-    columns = max(64, width_for(sk) // 8)
-    warps = max(1, columns // 256)
-    return RowConfig(max(1, 256 // columns), columns, warps, True, -(-sk // columns), packed)
+    columns = max(least, width_for(sk) // 8)
+    rows, warps = max(1, 256 // columns), max(1, columns // 256)
+    return RowConfig(rows, columns, warps, True, parts=-(-sk // columns), **options)
 
 
 def clamped(band: tuple[int, int], sq: int, sk: int) -> tuple[int, int]:
@@ -251,6 +284,7 @@ def row_strides(name: str, x: torch.Tensor, unit: int) -> dict[str, int]:
 def shape_constants(
     config: RowConfig, band: tuple[int, int], sq: int, sk: int, unit: int
 ) -> dict[str, int | bool]:
+    assert config.one_pass <= ((config.parts - 1) * config.width < sk + UNIT), "`store_row`"
     # A side of the band that hides nothing costs nothing.
     has_lo, has_hi = band[0] > 1 - sq, band[1] < sk - 1
     # A class must leave each thread something to do.

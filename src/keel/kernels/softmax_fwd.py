@@ -21,8 +21,10 @@ from keel.kernels.softmax_common import (
     class_parts,
     class_span,
     class_width,
+    edge_cols,
     edges,
     fill,
+    fill_around,
     in_blocks,
     in_step,
     is_banded,
@@ -32,6 +34,7 @@ from keel.kernels.softmax_common import (
     rows_of_program,
     shape_constants,
     span,
+    store_row,
     sum_of_parts,
     unit_of,
     whole,
@@ -136,26 +139,20 @@ def _logits(
 
 
 @triton.jit
-def _load_edges(
-    X, MASK, mask_start, there, skew, sk, stride_mj, MASK_KIND: tl.constexpr,
+def _write_edges(
+    X, Y, MASK, mask_start, there, low, high, skew, sk, stride_mj, scale, softcap, shift, factor,
+    nothing,
+    HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, MASK_KIND: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, FP32: tl.constexpr,
 ):
-    """(x, mask) in vectors that rows share with their neighbours; asked for early, used late."""
-    cols, own = edges(there, skew, sk)
+    """Probabilities in vectors that rows share with their neighbours."""
+    cols = edge_cols(skew, sk)
+    own = edges(there, cols, skew, sk)
     x = tl.load(X + cols, mask=own, other=0.0)
     mask = x
     if MASK_KIND != 0:
         mask = tl.load(MASK + mask_start[:, None] + (cols - skew[:, None]) * stride_mj, mask=own,
                        other=1 if MASK_KIND == 1 else 0.0)
-    return x, mask
-
-
-@triton.jit
-def _write_edges(
-    Y, x, mask, there, low, high, skew, sk, scale, softcap, shift, factor, nothing,
-    HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, MASK_KIND: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, FP32: tl.constexpr,
-):
-    cols, own = edges(there, skew, sk)
     s, _raw = _logits(x, mask, cols, low, high, own, scale, softcap, HAS_LO, HAS_HI, MASK_KIND,
                       HAS_SOFTCAP, FP32, True)
     p = _exp(s - shift[:, None], FP32) * factor[:, None] + nothing[:, None]
@@ -212,14 +209,10 @@ def _forward_in_registers(
             mask = _load_mask(MASK, mask_start, cols, inside, skew, sk, stride_mj, MASK_KIND,
                               DENSE_MASK, FP32, SKEWED, "evict_last")
         xs, masks = xs + (x,), masks + (mask,)
-    if SKEWED:
-        edge_x, edge_mask = _load_edges(
-            X, MASK, mask_start, there, skew, sk, stride_mj, MASK_KIND)
     FILL_FIRST: tl.constexpr = (HAS_LO or HAS_HI) and not UNIFORM and WIDTH * PARTS <= 1024
     if FILL_FIRST:  # zeros go out while x comes in
         zero = tl.zeros_like(low).to(tl.float32)
-        fill(Y, zero, 0, begin, there, skew, sk, SKEWED)
-        fill(Y, zero, begin + WIDTH * PARTS, reach(sk, SKEWED), there, skew, sk, SKEWED)
+        fill_around(Y, zero, begin, begin + WIDTH * PARTS, there, skew, sk, SKEWED)
     logits, raws = (), ()
     for part in tl.static_range(PARTS):
         cols = first_cols + part * WIDTH
@@ -257,15 +250,9 @@ def _forward_in_registers(
         p = p * (factor * decay)[:, None]
         if UNIFORM and not HAS_SINK:
             p += nothing[:, None]
-        tl.store(Y + cols[None, :], p.to(Y.dtype.element_ty), cache_modifier=".cs",
-                 mask=written(there, cols, skew, sk, EXACT, SKEWED))
-    if SKEWED:
-        _write_edges(
-            Y, edge_x, edge_mask, there, low, high, skew, sk, scale, softcap, own_shift,
-            factor * decay, nothing, HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32)
+        store_row(Y, p, cols, there, skew, sk, part, PARTS, HAS_LO, EXACT, SKEWED)
     if (HAS_LO or HAS_HI) and not FILL_FIRST:
-        fill(Y, nothing, 0, begin, there, skew, sk, SKEWED)
-        fill(Y, nothing, begin + WIDTH * PARTS, reach(sk, SKEWED), there, skew, sk, SKEWED)
+        fill_around(Y, nothing, begin, begin + WIDTH * PARTS, there, skew, sk, SKEWED)
     return raw_top, lse
 
 
@@ -332,11 +319,9 @@ def _forward_twice(
             inside = inside & written(there, cols, skew, sk, EXACT, SKEWED)
         tl.store(Y + cols[None, :], p.to(Y.dtype.element_ty), mask=inside, cache_modifier=".cs")
     if SKEWED:
-        edge_x, edge_mask = _load_edges(
-            X, MASK, mask_start, there, skew, sk, stride_mj, MASK_KIND)
         _write_edges(
-            Y, edge_x, edge_mask, there, low, high, skew, sk, scale, softcap, shift, factor,
-            nothing, HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32)
+            X, Y, MASK, mask_start, there, low, high, skew, sk, stride_mj, scale, softcap, shift,
+            factor, nothing, HAS_LO, HAS_HI, MASK_KIND, HAS_SOFTCAP, FP32)
     if HAS_LO or HAS_HI:
         fill(Y, nothing, 0, begin, there, skew, sk, SKEWED)
         fill(Y, nothing, end, reach(sk, SKEWED), there, skew, sk, SKEWED)
@@ -445,10 +430,13 @@ def choose_config(
     mask_bytes: of one element of the mask, 0 without one. shared: bytes that a program may have.
     """
     width = width_for(sk)
-    if sk < width and unit > 1 and 128 < sk <= (12_288 if banded else 20_480):
-        return in_blocks(sk)
-    if sk < width and unit > 1 and not banded and not mask_bytes and 16_384 < sk <= 24_576:
-        return in_blocks(sk, packed=True)
+    if 128 < sk < width and unit > 1:
+        if sk <= (12_288 if banded else 16_384):
+            return in_blocks(sk)
+        if sk <= 24_576 and not banded:
+            return in_blocks(sk, max_registers=64)
+        if sk < 32_768 and not banded and _fits(2 * sk, itemsize, mask_bytes, shared):
+            return in_blocks(sk, packed=True, stages=3)
     if width <= 8192:
         if width <= 1024:
             warps = 2 if banded and width <= 128 else 1
@@ -468,12 +456,24 @@ def choose_config(
         return RowConfig(1, 8192, 16, False, max_registers=64)
     if banded and width == 16384:
         return RowConfig(1, 2048, 4, False, max_registers=56)
-    if not banded and itemsize == 2 and mask_bytes <= 1 and unit > 1:
+    if sk == width and unit > 1 and not banded and itemsize == 2 and mask_bytes <= 1:
         if width == 16384:
             return RowConfig(1, width, 8, True) if mask_bytes else in_blocks(sk, packed=True)
-        if 2 * width * (itemsize + mask_bytes) + 4096 <= shared and sk > width * 7 // 8:
+        if _fits(2 * sk, itemsize, mask_bytes, shared):
             return RowConfig(1, width, 32, True, stages=3)
     return RowConfig(1, 2048, 8, False, max_registers=32)
+
+
+def choose_skewed(sk: int, banded: bool, mask_bytes: int) -> RowConfig:
+    """The same for rows that do not all begin with a vector."""
+    widest = sk + UNIT - 1
+    if widest <= (8192 if banded else 16_384):
+        return in_blocks(widest, 64 if sk <= 512 else 256)
+    return RowConfig(1, 2048, 4 if banded or mask_bytes else 8, False)
+
+
+def _fits(columns: int, itemsize: int, mask_bytes: int, shared: int) -> bool:
+    return columns * (itemsize + mask_bytes) + 20_480 <= shared
 
 
 def rows_of_a_turn(mask: torch.Tensor | None) -> int:
@@ -519,14 +519,14 @@ def forward(
         unit = unit_of(sk, x, mask)
         skewed = unit == 1 and in_step(x, y) and (mask is None or mask.data_ptr() % UNIT == 0)
         banded = is_banded(inner, sq, sk)
-        chosen = config or choose_config(
-            sk + skewed * (UNIT - 1),
-            banded,
-            mask_bytes,
-            x.element_size(),
-            UNIT if skewed else unit,
-            shared_memory(x.device),
-        )
+        if config is not None:
+            chosen = config
+        elif skewed:
+            chosen = choose_skewed(sk, banded, mask_bytes)
+        else:
+            chosen = choose_config(
+                sk, banded, mask_bytes, x.element_size(), unit, shared_memory(x.device)
+            )
         tiles = -(-sq // chosen.rows)
         turn = -(-rows_of_a_turn(mask) // chosen.rows)
         turns = -(-tiles // turn) if turn else 1
