@@ -1,0 +1,1 @@
+"""Optimizers: Muon on whole and on sharded parameters."""
