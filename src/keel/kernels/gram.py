@@ -153,7 +153,11 @@ def symmetric_product(
         return symmetric_product(
             a[None], b[None], third, alpha=alpha, beta=beta, diagonal=diagonal, config=config
         )[0]
-    if a.ndim != 3 or a.shape != b.shape or (c is not None and c.shape != (*a.shape[:2], a.shape[1])):
+    if (
+        a.ndim != 3
+        or a.shape != b.shape
+        or (c is not None and c.shape != (*a.shape[:2], a.shape[1]))
+    ):
         raise ValueError(
             "symmetric_product takes a and b of one shape (batch, m, k) and c (batch, m, m), got "
             f"{tuple(a.shape)}, {tuple(b.shape)}, {None if c is None else tuple(c.shape)}"

@@ -7,9 +7,11 @@ for all. All of them expect singular values in [0, 1], which dividing by the Fro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 Triple = tuple[float, float, float]
+Coefficients = str | Sequence[float] | Sequence[Sequence[float]]
+"""A name from NAMES, one triple for all steps, or a triple for each."""
 
 QUINTIC: Triple = (3.4445, -4.7750, 2.0315)
 """torch.optim.Muon's: steepest at 0; large values end between 0.68 and 1.13, not at 1."""
@@ -86,13 +88,8 @@ _SETS = {
 NAMES = tuple(_SETS)
 
 
-def resolve_coefficients(
-    coefficients: str | Sequence[float] | Iterable[Sequence[float]], steps: int
-) -> tuple[Triple, ...]:
+def resolve_coefficients(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
     """One triple for every step.
-
-    `coefficients` is a name from NAMES, one triple for all steps, or a sequence with a triple for
-    each of them.
 
     >>> resolve_coefficients("quintic", 2)
     ((3.4445, -4.775, 2.0315), (3.4445, -4.775, 2.0315))

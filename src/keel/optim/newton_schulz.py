@@ -16,11 +16,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
 
 import torch
 
-from keel.optim.coefficients import QUINTIC, Triple, is_one_triple, resolve_coefficients
+from keel.optim.coefficients import (
+    QUINTIC,
+    Coefficients,
+    Triple,
+    is_one_triple,
+    resolve_coefficients,
+)
 
 FORMS = ("auto", "plain", "gram")
 NORMALIZE = ("fp32", "torch")
@@ -38,7 +43,7 @@ FIRST_BLOCK, LATER_BLOCKS = 2, 3
 def orthogonalize(
     x: torch.Tensor,
     *,
-    coefficients: str | Sequence[float] | Iterable[Sequence[float]] = QUINTIC,
+    coefficients: Coefficients = QUINTIC,
     steps: int = 5,
     eps: float = 1e-7,
     dtype: torch.dtype = torch.bfloat16,
@@ -61,7 +66,6 @@ def orthogonalize(
     >>> [[round(v, 4) + 0.0 for v in row] for row in y.tolist()]
     [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
     """
-    coefficients = coefficients if isinstance(coefficients, str) else tuple(coefficients)
     triples = resolve_coefficients(coefficients, steps)
     check_options(dtype, form, normalize)
     if x.ndim < 2 or not x.is_floating_point():
@@ -180,4 +184,6 @@ def symmetric(
 
 def _halves(x: torch.Tensor) -> bool:
     """Whether computing half of a product and mirroring it is faster than all of it."""
-    return x.is_cuda and x.shape[-2] >= SYMMETRIC_FROM and x.dtype in (torch.float16, torch.bfloat16)
+    return (
+        x.is_cuda and x.shape[-2] >= SYMMETRIC_FROM and x.dtype in (torch.float16, torch.bfloat16)
+    )
