@@ -259,8 +259,10 @@ def _step_bucket(bucket: _Bucket, state: Any) -> None:
 
     device, dtype = local(items[0].param).device, items[0].param.dtype
     rounds = orthogonalize_sharded(bucket.plan, team, bucket.settings, updates_of, device, dtype)
+    lrs = {id(item.group): item.group["lr"] for item in items}
+    lrs = {group: float(lr) for group, lr in lrs.items()}  # a tensor is read once
     for numbers, results in rounds:
-        _apply(items, numbers, results, grads, present)
+        _apply(items, numbers, results, lrs, grads, present)
 
 
 def _presence(grads: dict[int, torch.Tensor | None], team: Team) -> torch.Tensor:
@@ -311,6 +313,7 @@ def _apply(
     items: list[_Item],
     numbers: Sequence[int],
     results: list[Result],
+    lrs: dict[int, float],
     grads: dict[int, torch.Tensor | None],
     present: torch.Tensor | None,
 ) -> None:
@@ -318,7 +321,7 @@ def _apply(
     decayed: dict[float, list[torch.Tensor]] = {}
     for number in numbers:
         group, shard = items[number].group, local(items[number].param)
-        decay = float(group["lr"]) * group["weight_decay"]
+        decay = lrs[id(group)] * group["weight_decay"]
         if grads[number] is not None:
             decayed.setdefault(1 - decay, []).append(shard)
         elif present is not None:
@@ -327,13 +330,9 @@ def _apply(
         torch._foreach_mul_(shards, factor)
     stepped: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for result in results:
-        item, number = items[result.chunk.param], result.chunk.param
-        lr = adjusted_lr(
-            float(item.group["lr"]),
-            item.group["adjust_lr_fn"],
-            result.chunk.rows,
-            result.chunk.columns,
-        )
+        number, shape = result.chunk.param, (result.chunk.rows, result.chunk.columns)
+        item = items[number]
+        lr = adjusted_lr(lrs[id(item.group)], item.group["adjust_lr_fn"], *shape)
         target = local(item.param)[result.in_shard]
         if grads[number] is not None:
             targets, values = stepped.setdefault(lr, ([], []))
