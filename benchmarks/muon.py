@@ -156,6 +156,7 @@ def sweep(rounds: int) -> list[Product]:
         for tile, warps, stages, group, tma in itertools.product(
             tiles, (4, 8), (3, 4), (4, 8, 16), (True, False)
         )
+        if warps == 8 or tile[0] * tile[1] <= 128 * 128  # or accumulators spill
     ]
     products = []
     for batch, (m, k), polynomial in itertools.product((1, 4), SHAPES, (False, True)):
