@@ -234,6 +234,16 @@ def test_state_is_there_from_the_start_and_survives():
     assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
 
 
+def test_copies_go_on_alone():
+    (param,) = parameters(shapes=[(4, 4)])
+    optimizer = Muon([param], ns_dtype=torch.float32)
+    trained(optimizer, [param], range(2))
+    copied, other = copy.deepcopy((optimizer, [param]))
+    trained(optimizer, [param], range(2, 4))
+    trained(copied, other, range(2, 4))
+    assert torch.equal(param, other[0]) and param is not other[0]
+
+
 def test_a_state_of_torchs_muon_is_taken():
     ours, theirs = parameters(), parameters()
     keels, torchs = Muon(ours), torch.optim.Muon(theirs, lr=0.02)

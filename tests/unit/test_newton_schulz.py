@@ -89,6 +89,23 @@ def test_gram_form_is_no_worse_than_the_plain_one(spectrum, name):
     assert errors["gram"] < 1.2 * errors["plain"] + 0.02
 
 
+def test_gram_matrices_stay_off_the_floor_of_fp16(monkeypatch):
+    """Their diagonals are 1 / m on average, and other numbers far smaller: scaled to about 1."""
+    seen = []
+    whole = newton_schulz.gram_of
+
+    def gram_of(x):
+        gram = whole(x)
+        seen.append((gram.dtype, float(gram.float().diagonal(dim1=-2, dim2=-1).mean())))
+        return gram
+
+    monkeypatch.setattr(newton_schulz, "gram_of", gram_of)
+    torch.manual_seed(11)
+    orthogonalize(torch.randn(200, 300), form="gram", steps=2)
+    ((dtype, mean),) = seen
+    assert dtype == torch.float16 and 0.25 < mean < 2
+
+
 @pytest.mark.parametrize("form", ["plain", "gram"])
 @pytest.mark.parametrize("spectrum", ["flat", "ten", "thousand", "half"])
 def test_fp32_is_near_fp64(spectrum, form):

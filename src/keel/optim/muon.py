@@ -234,8 +234,8 @@ def _check_agreement(items: list[_Item], settings: Settings, team: Team) -> None
     """Ranks that mean different parameters would exchange wrong numbers, or wait forever."""
     what = repr([(tuple(i.param.shape), i.param.dtype, i.spread, i.blocks) for i in items])
     digest = hashlib.blake2b(f"{what}{settings}".encode(), digest_size=7).digest()
-    device = "cuda" if dist.get_backend(team.group) == "nccl" else "cpu"
-    mine = torch.tensor([int.from_bytes(digest, "big")], dtype=torch.int64, device=device)
+    number = int.from_bytes(digest, "big")
+    mine = torch.tensor([number], dtype=torch.int64, device=_wire(items[0].param, team))
     everyone = [torch.empty_like(mine) for _ in range(len(team))]
     dist.all_gather(everyone, mine, group=team.group)
     found = torch.cat(everyone).tolist()
@@ -251,7 +251,7 @@ def _check_agreement(items: list[_Item], settings: Settings, team: Team) -> None
 def _step_bucket(bucket: _Bucket, state: Any) -> None:
     items, team = bucket.items, bucket.team
     grads = {n: local_grad(item.param, item.name) for n, item in enumerate(items)}
-    present = _presence(grads, team) if len(team) > 1 else None
+    present = _presence(grads, _wire(items[0].param, team), team) if len(team) > 1 else None
 
     def updates_of(numbers: Sequence[int]) -> Updates:
         chosen = numbers if len(team) > 1 else [n for n in numbers if grads[n] is not None]
@@ -265,11 +265,19 @@ def _step_bucket(bucket: _Bucket, state: Any) -> None:
         _apply(items, numbers, results, lrs, grads, present)
 
 
-def _presence(grads: dict[int, torch.Tensor | None], team: Team) -> torch.Tensor:
+def _wire(param: torch.Tensor, team: Team) -> torch.device:
+    """Where the group wants its tensors."""
+    gloo = dist.get_backend(team.group) == "gloo"
+    return torch.device("cpu") if gloo else local(param).device
+
+
+def _presence(
+    grads: dict[int, torch.Tensor | None], device: torch.device, team: Team
+) -> torch.Tensor:
     """(parameters,): 1 where some rank has a gradient. On the device, so nobody waits for it."""
-    flags = [float(g is not None) for g in grads.values()]
-    device = "cuda" if dist.get_backend(team.group) == "nccl" else "cpu"
-    found = torch.tensor(flags, device=device)
+    found = torch.tensor([float(g is not None) for g in grads.values()])
+    if device.type == "cuda":  # a copy from pinned memory does not wait
+        found = found.pin_memory().to(device, non_blocking=True)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=team.group)
     return found
 
