@@ -21,14 +21,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from keel.kernels import flash_bwd, flash_fwd, softmax_bwd, softmax_fwd
+from keel.kernels import flash_bwd, flash_fwd, gram, softmax_bwd, softmax_fwd
 from keel.kernels.flash_common import TileConfig, fitted, padded
 from keel.kernels.softmax_common import RowConfig, shape_constants
 
 POINTERS_16 = {"Q", "K", "V", "OUT", "DOUT", "DK", "DVAL", "DQ", "X", "Y", "DY", "DX"}
 POINTERS_32F = {"LSE", "LSE2", "DELTA", "SINK", "SLOPES", "DBIAS", "BIAS", "DLSE", "MAX_LOGITS"}
 POINTERS_8 = {"MASK"}
-FLOATS = {"scale", "softcap"}
+POINTERS_16 |= {"A", "B", "C", "D"}
+FLOATS = {"scale", "softcap", "alpha", "beta", "diagonal"}
 OPTIONS = {"HAS_BIAS", "HAS_SOFTCAP", "HAS_ALIBI"}
 POINTER_OF = {
     **{"BIAS": "HAS_BIAS", "DBIAS": "WANT_DBIAS", "SLOPES": "HAS_ALIBI", "OFFSET": "HAS_OFFSET"},
@@ -38,13 +39,14 @@ STREAMED = {  # what a kernel may read through TMA descriptors, and the block of
     "flash_fwd_kernel": {"K": ("BN", "D"), "V": ("BN", "DV")},
     "flash_bwd_dkdv_kernel": {"Q": ("BM", "D"), "DOUT": ("BM", "DV")},
     "flash_bwd_dq_kernel": {"K": ("BN", "D"), "V": ("BN", "DV")},
+    "symmetric_product_kernel": {"A": ("BM", "BK"), "B": ("BN", "BK")},
 }
 
 
 def compile_variant(
     kernel: Any,
     constants: dict[str, Any],
-    config: TileConfig | RowConfig,
+    config: TileConfig | RowConfig | gram.GramConfig,
     arch: int,
     dtype: str = "bf16",
 ) -> Any:
@@ -257,8 +259,25 @@ def softmax_backward_variant(
     return softmax_bwd.softmax_bwd_kernel, constants, config
 
 
+def gram_variants(arch: int):
+    """X·Xᵀ and the polynomial, of large and of small matrices."""
+    for m in (4096, 256):
+        config = gram.choose_config(divmod(arch, 10), m, torch.bfloat16)
+        for has_c in (False, True):
+            constants: dict[str, Any] = {
+                **{"BM": config.block_m, "BN": config.block_n, "BK": config.block_k},
+                **{"HAS_C": has_c, "EVEN_K": True, "TMA": config.tma, "WIDE": False},
+                **{"PRECISION": "ieee"},
+                **({} if has_c else {"C": None}),
+            }
+            yield gram.symmetric_product_kernel, constants, config
+
+
 def report(
-    kernel: Any, constants: dict[str, Any], config: TileConfig | RowConfig, arch: int
+    kernel: Any,
+    constants: dict[str, Any],
+    config: TileConfig | RowConfig | gram.GramConfig,
+    arch: int,
 ) -> None:
     compiled = compile_variant(kernel, constants, config, arch)
     flags = [n for n, x in constants.items() if x is True]
@@ -278,7 +297,8 @@ def report(
 def main(archs: list[int]) -> None:
     for arch in archs:
         done = set()
-        for kernel, constants, config in (*variants(arch), *softmax_variants(arch)):
+        everything = (*variants(arch), *softmax_variants(arch), *gram_variants(arch))
+        for kernel, constants, config in everything:
             key = (kernel.__name__, tuple(constants.items()), config)
             if key not in done:
                 done.add(key)

@@ -48,3 +48,6 @@ def test_kernels_compile_and_fit(arch):
     softmax = [v for v in everything if v["kernel"].startswith("softmax")]
     assert {v["kernel"] for v in softmax} == {"softmax_fwd_kernel", "softmax_bwd_kernel"}
     assert not [v for v in softmax if v["STACK"] or v["LOCAL"]]
+    gram = [v for v in everything if v["kernel"] == "symmetric_product_kernel"]
+    assert len(gram) == 4 and max(v["shared"] for v in gram) <= SHARED_LIMIT[arch]
+    assert not [v for v in gram if v["STACK"] or v["LOCAL"]]
