@@ -105,8 +105,6 @@ def reduce_packed(tops: Sequence[torch.Tensor], group: dist.ProcessGroup | None)
     return start_maximum(packed, group).wait()
 
 
-def forget(tops: Sequence[torch.Tensor]) -> None:
-    """Starts running maxima again, in place: captured graphs go on writing to these tensors."""
-    if tops:
-        lowest = torch.full_like(max(tops, key=len), -torch.inf)
-        torch._foreach_copy_(list(tops), [lowest[: len(x)] for x in tops])
+def lowest_like(tops: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """-inf in the place of each maximum."""
+    return [torch.full_like(x, -torch.inf) for x in tops]

@@ -19,7 +19,7 @@ from keel.optim.clip_models import find_layers
 from keel.optim.clip_specs import LayerSpec, Role
 from keel.optim.clip_table import MODES, ClipTable, Factors, Gqa
 from keel.optim.local_rows import local_tensor, row_stages
-from keel.optim.logit_stats import Group, forget, group_of, reduce_packed
+from keel.optim.logit_stats import Group, group_of, lowest_like, reduce_packed
 from keel.optim.row_scaling import RowScaler, ScaledTensor
 
 Tensor = torch.Tensor
@@ -219,7 +219,7 @@ class QKClip:
         """
         due, self._steps = self.due, self._steps + 1
         if not due:
-            forget(self._reported(whatever=True))
+            self._forget()
             return None
         tops = self._reported()
         program = self._program
@@ -227,22 +227,26 @@ class QKClip:
             program = self._program = _Program(self, tops)
         flag = program.zero
         if found_inf is not None:
-            flag = found_inf.detach().reshape(1).to(flag.device, torch.float32)
+            flag = (found_inf.detach().reshape(1) > 0).to(flag.device, torch.float32)
         packed = reduce_packed([*tops, flag], program.group)
-        top, skipped = packed[:-1], packed[-1:] > 0
-        clips = top.isfinite() & (top > self._tau) & ~skipped
-        gamma = torch.where(clips, self._tau / top, 1.0).clamp_min(torch.finfo(top.dtype).tiny)
+        top = packed[:-1]
+        gamma = _gamma(top, self._tau, skipped=packed[-1:])
         if apply:
             program.scaler.scale(program.factors.of(gamma))
-            program.count(clips, top)
-        forget(tops)
+            program.count(gamma, top)
+        torch._foreach_copy_(tops, program.lowest)  # in place: captured graphs go on writing there
         self.metrics = ClipMetrics(program.names, program.sizes, top, gamma)
         return self.metrics
 
     @torch.no_grad()
     def skip(self) -> None:
         """Forgets what was reported, for a step that did not happen."""
-        forget(self._reported(whatever=True))
+        self._forget()
+
+    def _forget(self) -> None:
+        tops = self._reported(whatever=True)
+        if tops:
+            torch._foreach_copy_(tops, lowest_like(tops))
 
     def _reported(self, *, whatever: bool = False) -> list[Tensor]:
         found = []
@@ -297,7 +301,7 @@ class _Program:
             dtype = torch.promote_types(dtype, top.dtype)
         self.group = group_of(clip.group)
         self.zero = torch.zeros(1, device=device)
-        self._layouts = [(top.shape, top.device, top.dtype) for top in tops]
+        self._tops, self.lowest = tops, lowest_like(tops)
         self._watched: list[tuple[dict[str, Any], str, Any, bool, int]] = []
         self._owners: dict[int, str] = {}
         table = ClipTable(clip.alpha, clip.gqa, sum(self.sizes))
@@ -373,13 +377,19 @@ class _Program:
 
     def fits(self, tops: list[Tensor]) -> bool:
         """Whether parameters and maxima are still where and what they were."""
-        return all(
+        if not all(
             holder.get(key) is parameter
             and (parameter._local_tensor if sharded else parameter).data_ptr() == pointer
             for holder, key, parameter, sharded, pointer in self._watched
-        ) and self._layouts == [(x.shape, x.device, x.dtype) for x in tops]
+        ):
+            return False
+        return all(
+            x is y or (x.shape == y.shape and x.device == y.device and x.dtype == y.dtype)
+            for x, y in zip(tops, self._tops, strict=True)
+        )
 
-    def count(self, clips: Tensor, top: Tensor) -> None:
+    def count(self, gamma: Tensor, top: Tensor) -> None:
+        clips = gamma < 1
         top = top.to(self._largest.dtype)
         if self._places is None:
             self._clips += clips
@@ -387,6 +397,16 @@ class _Program:
         else:
             self._clips[self._places] += clips
             self._largest[self._places] = torch.fmax(self._largest[self._places], top)
+
+
+def _gamma(top: Tensor, tau: float, skipped: Tensor) -> Tensor:
+    """min(1, tau / top), and 1 where top is no positive number or the step was skipped.
+
+    Few operations, since each is a launch. A quotient is 1 up to tau, NaN for NaN and 0 for
+    infinity; the last two are not above 0, and nothing is above 1.
+    """
+    quotient = torch.div(torch.tensor(tau, dtype=top.dtype), top.clamp_min(tau))
+    return torch.where(quotient > skipped, quotient, 1.0)
 
 
 def _heads_here(spec: LayerSpec, count: int, group: Group) -> range:
