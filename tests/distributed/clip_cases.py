@@ -154,9 +154,7 @@ class Attention(nn.Module):
                 ClippedRows(self.q, query_rows(heads, dim), "q"),
                 ClippedRows(self.k, key_rows(kv_heads, dim), "k"),
             )
-        return LayerSpec(
-            name=name, num_heads=heads, num_kv_heads=kv_heads, rows=rows, source=self
-        )
+        return LayerSpec(name=name, num_heads=heads, num_kv_heads=kv_heads, rows=rows, source=self)
 
 
 def make_layers() -> nn.ModuleList:

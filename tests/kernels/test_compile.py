@@ -50,4 +50,6 @@ def test_kernels_compile_and_fit(arch):
     assert not [v for v in softmax if v["STACK"] or v["LOCAL"]]
     clip = [v for v in everything if v["kernel"] in ("qk_max_kernel", "row_scale_kernel")]
     assert len(clip) == 6 and {v["d"] for v in clip} == {None, 64, 128, 192, 256}
-    assert not [v for v in clip if v["LOCAL"] or v["loop_spills"] or v["shared"] > SHARED_LIMIT[arch]]
+    assert not [
+        v for v in clip if v["LOCAL"] or v["loop_spills"] or v["shared"] > SHARED_LIMIT[arch]
+    ]

@@ -132,7 +132,10 @@ def model_of(*attention: nn.Module) -> nn.Module:
         (SelfAttention(gate=True), {"linear_qkv": grouped_rows(HEADS, KV, DIM, gate=True)}),
         (
             MLASelfAttention(),
-            {"linear_q_up_proj": mla_query_rows(4, 16, 8), "linear_kv_up_proj": mla_key_rows(4, 16, 8)},
+            {
+                "linear_q_up_proj": mla_query_rows(4, 16, 8),
+                "linear_kv_up_proj": mla_key_rows(4, 16, 8),
+            },
         ),
     ],
     ids=lambda x: type(x).__name__,
@@ -219,7 +222,9 @@ def test_a_fused_projection_of_unknown_order_is_refused() -> None:
 def test_shapes_that_match_no_layout_are_named() -> None:
     wrong = HuggingFaceAttention()
     wrong.k_proj = nn.Linear(HIDDEN, 3 * DIM)
-    with pytest.raises(ValueError, match=r"layers.0.self_attn.k_proj.weight .* has shape \(48, 32\)"):
+    with pytest.raises(
+        ValueError, match=r"layers.0.self_attn.k_proj.weight .* has shape \(48, 32\)"
+    ):
         find_layers(model_of(wrong))
     wrong = HuggingFaceAttention()
     wrong.config.num_key_value_heads = 3
@@ -227,14 +232,14 @@ def test_shapes_that_match_no_layout_are_named() -> None:
         find_layers(model_of(wrong))
     silent = HuggingFaceAttention()
     del silent.config.num_attention_heads
-    with pytest.raises(ValueError, match="layers.0.self_attn does not say its num_heads"):
+    with pytest.raises(ValueError, match=r"layers.0.self_attn does not say its num_heads"):
         find_layers(model_of(silent))
 
 
 def test_adapters_are_refused() -> None:
     adapted = HuggingFaceAttention()
     adapted.q_proj.lora_A = nn.Linear(HIDDEN, 2)
-    with pytest.raises(ValueError, match="layers.0.self_attn.q_proj is adapted"):
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj is adapted"):
         find_layers(model_of(adapted))
 
 
@@ -322,7 +327,9 @@ def test_core_attention_in_a_whole_layer() -> None:
 def test_core_attention_without_qk_clip_says_so() -> None:
     attention = SelfAttention(qk_clip=False)
     clip = QKClip.from_model(model_of(attention))
-    with pytest.raises(ValueError, match="layers.0.self_attn never .* its config has qk_clip=False"):
+    with pytest.raises(
+        ValueError, match=r"layers.0.self_attn never .* its config has qk_clip=False"
+    ):
         clip.step()
 
 

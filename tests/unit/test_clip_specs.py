@@ -32,15 +32,18 @@ def owners(layout: tuple[Block, ...]) -> list[str]:
 
 
 def test_layouts_name_every_row() -> None:
-    assert owners(query_rows(2, 2)) == "q0 q0 q1 q1".split()
-    assert owners(key_rows(1, 2)) == "k0 k0".split()
-    assert owners(stacked_rows(2, 1, 1, 2)) == "q0 q1 k0 - -".split()
-    assert owners(grouped_rows(4, 2, 1)) == "q0 q1 k0 - q2 q3 k1 -".split()
-    assert owners(grouped_rows(4, 2, 1, gate=True)) == "q0 q1 - - k0 - q2 q3 - - k1 -".split()
-    assert owners(interleaved_rows(2, 1)) == "q0 k0 - q1 k1 -".split()
-    assert owners(mla_query_rows(2, 1, 2)) == "q0 Q0 Q0 q1 Q1 Q1".split()
-    assert owners(mla_query_rows(2, 1, 0)) == "q0 q1".split()
-    assert owners(mla_key_rows(2, 2, 1)) == "k0 k0 - k1 k1 -".split()
+    assert owners(query_rows(2, 2)) == ["q0", "q0", "q1", "q1"]
+    assert owners(key_rows(1, 2)) == ["k0", "k0"]
+    assert owners(stacked_rows(2, 1, 1, 2)) == ["q0", "q1", "k0", "-", "-"]
+    assert owners(grouped_rows(4, 2, 1)) == ["q0", "q1", "k0", "-", "q2", "q3", "k1", "-"]
+    assert owners(grouped_rows(4, 2, 1, gate=True)) == [
+        *("q0", "q1", "-", "-", "k0", "-"),
+        *("q2", "q3", "-", "-", "k1", "-"),
+    ]
+    assert owners(interleaved_rows(2, 1)) == ["q0", "k0", "-", "q1", "k1", "-"]
+    assert owners(mla_query_rows(2, 1, 2)) == ["q0", "Q0", "Q0", "q1", "Q1", "Q1"]
+    assert owners(mla_query_rows(2, 1, 0)) == ["q0", "q1"]
+    assert owners(mla_key_rows(2, 2, 1)) == ["k0", "k0", "-", "k1", "k1", "-"]
 
 
 def spec(**changes: object) -> LayerSpec:
@@ -94,7 +97,7 @@ def test_wrong_specs_name_the_parameter(changes: dict[str, object], message: str
 
 def test_a_parametrized_weight_is_refused() -> None:
     linear = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(8, 32))
-    with pytest.raises(ValueError, match="wq.weight is not a plain parameter"):
+    with pytest.raises(ValueError, match=r"wq.weight is not a plain parameter"):
         spec(rows=(ClippedRows(linear, query_rows(4, 8), "wq"),))
 
 

@@ -103,9 +103,7 @@ def test_narrow_weights_to_their_rounding(dtype: torch.dtype) -> None:
     clip = QKClip.from_model(model, tau=0.5)
     metrics = clip.step()
     assert metrics is not None and metrics.clipped > 0
-    for layer, old, gamma in zip(
-        model.layers, want.layers, metrics.gamma.split(4), strict=True
-    ):
+    for layer, old, gamma in zip(model.layers, want.layers, metrics.gamma.split(4), strict=True):
         rows = gamma.repeat_interleave(8)
         for key in ("weight", "bias"):
             new, was = (getattr(x.attention.q_proj, key) for x in (layer, old))
@@ -116,7 +114,9 @@ def test_narrow_weights_to_their_rounding(dtype: torch.dtype) -> None:
 def test_only_queries_and_keys_of_clipped_heads_change() -> None:
     model = gpt()
     old = copy.deepcopy(model.state_dict())
-    clip = QKClip.from_model(model, tau=float(logits_of(model, inputs_of(model, tokens())).median()))
+    clip = QKClip.from_model(
+        model, tau=float(logits_of(model, inputs_of(model, tokens())).median())
+    )
     model(tokens(), MASK)
     metrics = clip.step()
     assert metrics is not None
@@ -183,7 +183,9 @@ def test_fused_layouts_are_clipped_as_separate_ones(layout: str, gqa: Any) -> No
     clip.step()
     got = unpack(packed.of.detach(), layout)  # type: ignore[union-attr]
     assert not torch.equal(got[0], q) and torch.equal(got[2], v)
-    assert torch.equal(got[0], separate[0].view_as(q)) and torch.equal(got[1], separate[1].view_as(k))
+    assert torch.equal(got[0], separate[0].view_as(q)) and torch.equal(
+        got[1], separate[1].view_as(k)
+    )
     rest = packed.of.detach().numel() - sum(x.numel() for x in (q, k, v))  # type: ignore[union-attr]
     assert rest == (4 * 8 * 6 if layout == "gated" else 0)
 
@@ -232,7 +234,10 @@ def test_mla(alpha: float, rope: int) -> None:
 def plain(**options: Any) -> tuple[torch.Tensor, QKClip]:
     """A weight of ones, 4 heads of 2 rows, and its clip."""
     weight = torch.ones(8, 3)
-    rows = (ClippedRows(weight, query_rows(4, 2), "wq"), ClippedRows(torch.ones(4, 3), key_rows(2, 2), "wk"))
+    rows = (
+        ClippedRows(weight, query_rows(4, 2), "wq"),
+        ClippedRows(torch.ones(4, 3), key_rows(2, 2), "wk"),
+    )
     spec = LayerSpec(name="only", num_heads=4, num_kv_heads=2, rows=rows)
     return weight, QKClip([spec], **({"tau": 10.0} | options))
 
@@ -404,7 +409,9 @@ def test_masters_are_scaled_and_rounded_from() -> None:
     clip.step()
     gamma = torch.tensor([10 / 30, 1.0, 10 / 70, 1.0]).repeat_interleave(2)[:, None]
     assert torch.equal(master, old * gamma)
-    assert torch.equal(weight, master.bfloat16())  # not bf16(gamma * bf16(w)), which is rounded twice
+    assert torch.equal(
+        weight, master.bfloat16()
+    )  # not bf16(gamma * bf16(w)), which is rounded twice
     assert not torch.equal(weight, (kept * gamma).bfloat16())
     with pytest.raises(ValueError, match=r"master of wq of only is \(24,\)"):
         other = QKClip([spec], tau=10.0, master_of=lambda _: torch.zeros(24))
@@ -413,7 +420,7 @@ def test_masters_are_scaled_and_rounded_from() -> None:
 
 
 def test_state_survives_a_checkpoint(tmp_path: Any) -> None:
-    weight, clip = plain(every=2)
+    _, clip = plain(every=2)
     for _ in range(3):
         clip.observe("only", torch.tensor([20.0, 1.0, 30.0, float("nan")]))
         clip.step()
@@ -488,7 +495,7 @@ def test_a_layer_that_never_reported_is_named() -> None:
     clip = QKClip.from_model(model)
     model.layers[0].attention(torch.randn(24, 32).double(), *inputs_of(model, tokens())[0][1:])
     model.layers[1].attention.current_max_attn_logits = None
-    with pytest.raises(ValueError, match="layers.1.attention never reported"):
+    with pytest.raises(ValueError, match=r"layers.1.attention never reported"):
         clip.step()
 
 
@@ -506,7 +513,7 @@ def test_bad_observations() -> None:
     with pytest.raises(ValueError, match="only reported max logits of 3 heads, but its parameters"):
         clip.step()
     model = gpt()
-    with pytest.raises(ValueError, match="layers.0.attention reports its max logits itself"):
+    with pytest.raises(ValueError, match=r"layers.0.attention reports its max logits itself"):
         QKClip.from_model(model).observe("layers.0.attention", torch.ones(4))
 
 

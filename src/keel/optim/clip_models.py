@@ -30,7 +30,10 @@ SEPARATE = (("q_proj", "k_proj"), ("wq", "wk"), ("linear_q", "linear_k"))
 MLA = (
     *(("q_b_proj", "kv_b_proj"), ("q_proj", "kv_b_proj")),  # DeepSeek, Kimi
     *(("wq_b", "wkv_b"), ("wq", "wkv_b")),  # torchtitan
-    *(("linear_q_up_proj", "linear_kv_up_proj"), ("linear_q_proj", "linear_kv_up_proj")),  # Megatron
+    *(
+        ("linear_q_up_proj", "linear_kv_up_proj"),
+        ("linear_q_proj", "linear_kv_up_proj"),
+    ),  # Megatron
 )
 NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "qk_norm", "query_norm", "key_norm")
 
@@ -46,7 +49,7 @@ def find_layers(
     for name, module in model.named_modules():
         if name.startswith(tuple(skip)) or any(name.startswith(f"{outer}.") for outer in inside):
             continue
-        spec = _recognise(name or "the model", module, scale_gains)
+        spec = recognise(name or "the model", module, scale_gains)
         if spec is not None:
             found.append(spec)
             inside.append(name)
@@ -63,7 +66,8 @@ def find_layers(
     return found
 
 
-def _recognise(name: str, module: torch.nn.Module, scale_gains: bool) -> LayerSpec | None:
+def recognise(name: str, module: torch.nn.Module, scale_gains: bool = False) -> LayerSpec | None:
+    """The spec of one attention module; None if it is none that is known."""
     children = {n for n, x in module.named_children() if hasattr(x, "weight")}
     for pair in MLA:
         if children.issuperset(pair):
@@ -87,9 +91,7 @@ def _looks_like_attention(module: torch.nn.Module) -> bool:
     return looking == [module]
 
 
-def _separate(
-    name: str, module: torch.nn.Module, q: str, k: str, scale_gains: bool
-) -> LayerSpec:
+def _separate(name: str, module: torch.nn.Module, q: str, k: str, scale_gains: bool) -> LayerSpec:
     heads, kv_heads = _heads(name, module)
     rows = getattr(module, q).weight.shape[0]
     dim = _number(module, ("head_dim", "kv_channels")) or rows // heads

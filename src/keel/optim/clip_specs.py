@@ -78,7 +78,7 @@ def grouped_rows(
     *,
     gate: bool = False,
 ) -> RowLayout:
-    """Megatron's: for each key head [its queries | k | v], with `gate` [queries | gates | k | v]."""
+    """Megatron's: for each key head [queries | k | v], with `gate` [queries | gates | k | v]."""
     _check_groups("grouped_rows", num_heads, num_kv_heads)
     group, blocks = num_heads // num_kv_heads, []
     for kv in range(num_kv_heads):

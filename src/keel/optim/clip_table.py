@@ -53,9 +53,7 @@ class ClipTable:
         places = [self._place(b.role, b.head, first_gamma, heads, kv_heads) for b in layout]
         return np.repeat(np.array(places), [b.rows for b in layout])
 
-    def _place(
-        self, role: Role, head: int, first_gamma: int, heads: range, kv_heads: range
-    ) -> int:
+    def _place(self, role: Role, head: int, first_gamma: int, heads: range, kv_heads: range) -> int:
         if role is Role.REST:
             return 0
         group, alpha = len(heads) // len(kv_heads), self.alpha

@@ -27,7 +27,8 @@ def row_stages(x: torch.Tensor, name: str) -> list[Rows]:
     mesh, coordinate = x.device_mesh, x.device_mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"{name} lives on {mesh}, which this rank is not part of")
-    plain, strided = [], []
+    plain: list[int] = []
+    strided: list[int] = []
     for axis, placement in enumerate(x.placements):
         if placement.is_partial():
             raise ValueError(f"{name} is a sum over ranks ({placement}): it cannot be scaled here")

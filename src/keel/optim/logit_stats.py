@@ -103,8 +103,3 @@ def reduce_packed(tops: Sequence[torch.Tensor], group: dist.ProcessGroup | None)
     if group is None or group.size() == 1:
         return packed
     return start_maximum(packed, group).wait()
-
-
-def lowest_like(tops: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """-inf in the place of each maximum."""
-    return [torch.full_like(x, -torch.inf) for x in tops]

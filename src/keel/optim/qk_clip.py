@@ -8,22 +8,19 @@ the optimizer's state stay as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from keel.optim.clip_models import find_layers
-from keel.optim.clip_specs import LayerSpec, Role
-from keel.optim.clip_table import MODES, ClipTable, Factors, Gqa
-from keel.optim.local_rows import local_tensor, row_stages
-from keel.optim.logit_stats import Group, group_of, lowest_like, reduce_packed
-from keel.optim.row_scaling import RowScaler, ScaledTensor
+from keel.optim.clip_program import ClipProgram, MasterOf, main_param
+from keel.optim.clip_specs import LayerSpec
+from keel.optim.clip_table import MODES, Gqa
+from keel.optim.logit_stats import Group, reduce_packed
 
 Tensor = torch.Tensor
-MasterOf = Callable[[Tensor], Tensor | None]
 QkNorm = Literal["refuse", "gains"]
 
 
@@ -119,7 +116,7 @@ class QKClip:
         if not self.layers:
             raise ValueError("there are no layers to clip")
         self.alpha, self.gqa, self.group, self.every = float(alpha), gqa, group, every
-        self.master_of = _main_param if master_of is None else master_of
+        self.master_of = main_param if master_of is None else master_of
         self.metrics: ClipMetrics | None = None
         """Of the last step that clipped."""
         self._steps = 0
@@ -127,10 +124,8 @@ class QKClip:
         if len(self._specs) < len(self.layers):
             raise ValueError(f"layers must have different names: {[x.name for x in self.layers]}")
         self._observed: dict[str, Tensor] = {}
-        self._program: _Program | None = None
-        # Made ahead, so that checkpoints have the same entries from the beginning.
-        self._clips = {x.name: torch.zeros(x.num_heads, dtype=torch.int64) for x in self.layers}
-        self._largest = {x.name: torch.full((x.num_heads,), -torch.inf) for x in self.layers}
+        self._program: ClipProgram | None = None
+        self._counts = _Counts(self.layers)
 
     @classmethod
     def from_model(
@@ -204,9 +199,7 @@ class QKClip:
             torch.maximum(running, top.to(running.dtype), out=running)
 
     @torch.no_grad()
-    def step(
-        self, *, found_inf: Tensor | None = None, apply: bool = True
-    ) -> ClipMetrics | None:
+    def step(self, *, found_inf: Tensor | None = None, apply: bool = True) -> ClipMetrics | None:
         """Clips by what was reported since the last step, and forgets it. Ranks call it together.
 
         Args:
@@ -224,7 +217,14 @@ class QKClip:
         tops = self._reported()
         program = self._program
         if program is None or not program.fits(tops):
-            program = self._program = _Program(self, tops)
+            program = self._program = ClipProgram(
+                *(self.layers, tops),
+                alpha=self.alpha,
+                gqa=self.gqa,
+                group=self.group,
+                master_of=self.master_of,
+            )
+            self._counts.follow(program)
         flag = program.zero
         if found_inf is not None:
             flag = (found_inf.detach().reshape(1) > 0).to(flag.device, torch.float32)
@@ -233,7 +233,7 @@ class QKClip:
         gamma = _gamma(top, self._tau, skipped=packed[-1:])
         if apply:
             program.scaler.scale(program.factors.of(gamma))
-            program.count(gamma, top)
+            self._counts.add(gamma, top)
         torch._foreach_copy_(tops, program.lowest)  # in place: captured graphs go on writing there
         self.metrics = ClipMetrics(program.names, program.sizes, top, gamma)
         return self.metrics
@@ -246,7 +246,7 @@ class QKClip:
     def _forget(self) -> None:
         tops = self._reported(whatever=True)
         if tops:
-            torch._foreach_copy_(tops, lowest_like(tops))
+            torch._foreach_copy_(tops, [torch.full_like(x, -torch.inf) for x in tops])
 
     def _reported(self, *, whatever: bool = False) -> list[Tensor]:
         found = []
@@ -262,141 +262,72 @@ class QKClip:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps so far, and for each layer how often each head was clipped and its largest logit."""
-        return {
-            "steps": self._steps,
-            "layers": {
-                name: {"clips": self._clips[name].clone(), "largest": self._largest[name].clone()}
-                for name in self._specs
-            },
+        """Steps so far, and by layer how often each head was clipped and its largest logit."""
+        layers = {
+            name: {key: x.clone() for key, x in entry.items()}
+            for name, entry in self._counts.by_layer().items()
         }
+        return {"steps": self._steps, "layers": layers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        layers = state["layers"]
-        if layers.keys() != self._specs.keys():
-            missing, extra = self._specs.keys() - layers.keys(), layers.keys() - self._specs.keys()
+        layers, mine = state["layers"], self._counts.by_layer()
+        if layers.keys() != mine.keys():
+            missing, extra = mine.keys() - layers.keys(), layers.keys() - mine.keys()
             raise ValueError(
                 f"the state is of other layers: {sorted(missing)} are missing, {sorted(extra)} are "
                 "not of this model"
             )
-        for name, spec in self._specs.items():
-            for key, mine in (("clips", self._clips), ("largest", self._largest)):
-                if layers[name][key].shape != (spec.num_heads,):
+        for name, entry in mine.items():
+            for key, x in entry.items():
+                if layers[name][key].shape != x.shape:
                     raise ValueError(
                         f"the state of {name} is for {tuple(layers[name][key].shape)} heads, "
-                        f"the layer has {spec.num_heads}"
+                        f"the layer has {len(x)}"
                     )
-                mine[name].copy_(layers[name][key])
+        for name, entry in mine.items():
+            for key, x in entry.items():
+                x.copy_(layers[name][key])
         self._steps = int(state["steps"])
 
 
-class _Program:
-    """All that a step needs beside its numbers: worked out once for parameters where they are."""
+class _Counts:
+    """How often each head was clipped, and its largest logit: entries of the state, by layer.
 
-    def __init__(self, clip: QKClip, tops: list[Tensor]) -> None:
-        self.names = tuple(spec.name for spec in clip.layers)
-        self.sizes = tuple(len(top) for top in tops)
-        device, dtype = tops[0].device, torch.float32
-        for top in tops:
-            dtype = torch.promote_types(dtype, top.dtype)
-        self.group = group_of(clip.group)
-        self.zero = torch.zeros(1, device=device)
-        self._tops, self.lowest = tops, lowest_like(tops)
-        self._watched: list[tuple[dict[str, Any], str, Any, bool, int]] = []
-        self._owners: dict[int, str] = {}
-        table = ClipTable(clip.alpha, clip.gqa, sum(self.sizes))
-        parts: list[ScaledTensor] = []
-        places: list[range] = []
-        first_gamma = first_place = 0
-        for spec, top in zip(clip.layers, tops, strict=True):
-            if top.device != device:
-                raise ValueError(
-                    f"{spec.name} reported from {top.device}, {clip.layers[0].name} from {device}: "
-                    "layers of one QKClip share a device"
-                )
-            heads = _heads_here(spec, len(top), clip.group)
-            kv_heads = _kv_heads_here(spec, heads)
-            parts += self._parts(spec, table, first_gamma, heads, kv_heads, clip.master_of, device)
-            places.append(range(first_place + heads.start, first_place + heads.stop))
-            first_gamma += len(heads)
-            first_place += spec.num_heads
-        self.factors: Factors = table.on(device, dtype)
-        self.scaler = RowScaler(parts, device)
-        self._keep_counters(clip, places, device)
+    Made ahead of the first step, so that checkpoints have the same entries from the beginning.
+    """
 
-    def _parts(
-        self,
-        spec: LayerSpec,
-        table: ClipTable,
-        first_gamma: int,
-        heads: range,
-        kv_heads: range,
-        master_of: MasterOf,
-        device: torch.device,
-    ) -> Iterable[ScaledTensor]:
-        for part in spec.rows:
-            entries = table.rows_of(
-                part.layout, first_gamma=first_gamma, heads=heads, kv_heads=kv_heads
-            )
-            for name, holder, key in part.tensors():
-                parameter, name = holder[key], f"{name} of {spec.name}"
-                other = self._owners.setdefault(id(parameter), name)
-                if other != name:
-                    raise ValueError(f"{name} is {other}: one tensor cannot be clipped twice")
-                if parameter.shape[0] != len(entries):
-                    raise ValueError(
-                        f"{name} has {parameter.shape[0]} rows now, its layout {len(entries)}"
-                    )
-                first, last = row_stages(parameter, name)[-1]
-                mine, local = entries[first:last], local_tensor(parameter)
-                if (mine < 0).any():
-                    raise ValueError(
-                        f"this rank holds rows of {name} whose heads it has no max logits of: it "
-                        f"reported heads {heads.start} to {heads.stop - 1} of {spec.num_heads}"
-                    )
-                if local.device != device:
-                    raise ValueError(
-                        f"{name} is on {local.device}, its max logits on {device}: move one of them"
-                    )
-                sharded = isinstance(parameter, DTensor)
-                self._watched.append((holder, key, parameter, sharded, local.data_ptr()))
-                yield ScaledTensor(local, mine, _master(parameter, local, master_of, name))
+    def __init__(self, layers: Sequence[LayerSpec]) -> None:
+        self.sizes = {spec.name: spec.num_heads for spec in layers}
+        total = sum(self.sizes.values())
+        self.clips = torch.zeros(total, dtype=torch.int64)
+        self.largest = torch.full((total,), -torch.inf)
+        self._places: Tensor | None = None
 
-    def _keep_counters(self, clip: QKClip, places: list[range], device: torch.device) -> None:
-        """Counters of all layers as one tensor each; the state's entries become views of them."""
-        sizes = [spec.num_heads for spec in clip.layers]
-        self._clips, self._largest = (
-            torch.cat([x.to(device) for x in kept.values()])
-            for kept in (clip._clips, clip._largest)
-        )
-        clip._clips = dict(zip(self.names, self._clips.split(sizes), strict=True))
-        clip._largest = dict(zip(self.names, self._largest.split(sizes), strict=True))
+    def follow(self, program: ClipProgram) -> None:
+        """Moves to a program's device and counts the heads that it knows."""
+        self.clips, self.largest = (x.to(program.device) for x in (self.clips, self.largest))
         self._places = None
-        if any(len(here) != size for here, size in zip(places, sizes, strict=True)):
-            self._places = torch.tensor([n for here in places for n in here], device=device)
+        if sum(program.sizes) < len(self.clips):
+            places = [n for here in program.places for n in here]
+            self._places = torch.tensor(places, device=program.device)
 
-    def fits(self, tops: list[Tensor]) -> bool:
-        """Whether parameters and maxima are still where and what they were."""
-        if not all(
-            holder.get(key) is parameter
-            and (parameter._local_tensor if sharded else parameter).data_ptr() == pointer
-            for holder, key, parameter, sharded, pointer in self._watched
-        ):
-            return False
-        return all(
-            x is y or (x.shape == y.shape and x.device == y.device and x.dtype == y.dtype)
-            for x, y in zip(tops, self._tops, strict=True)
-        )
-
-    def count(self, gamma: Tensor, top: Tensor) -> None:
-        clips = gamma < 1
-        top = top.to(self._largest.dtype)
+    def add(self, gamma: Tensor, top: Tensor) -> None:
+        clips, top = gamma < 1, top.to(self.largest.dtype)
         if self._places is None:
-            self._clips += clips
-            torch.fmax(self._largest, top, out=self._largest)
+            self.clips += clips
+            torch.fmax(self.largest, top, out=self.largest)
         else:
-            self._clips[self._places] += clips
-            self._largest[self._places] = torch.fmax(self._largest[self._places], top)
+            self.clips[self._places] += clips
+            self.largest[self._places] = torch.fmax(self.largest[self._places], top)
+
+    def by_layer(self) -> dict[str, dict[str, Tensor]]:
+        """Views, which may be written to."""
+        sizes = list(self.sizes.values())
+        parts = zip(self.clips.split(sizes), self.largest.split(sizes), strict=True)
+        return {
+            name: {"clips": clips, "largest": largest}
+            for name, (clips, largest) in zip(self.sizes, parts, strict=True)
+        }
 
 
 def _gamma(top: Tensor, tau: float, skipped: Tensor) -> Tensor:
@@ -407,62 +338,6 @@ def _gamma(top: Tensor, tau: float, skipped: Tensor) -> Tensor:
     """
     quotient = torch.div(torch.tensor(tau, dtype=top.dtype), top.clamp_min(tau))
     return torch.where(quotient > skipped, quotient, 1.0)
-
-
-def _heads_here(spec: LayerSpec, count: int, group: Group) -> range:
-    """Which of the layer's heads this rank's attention reported."""
-    if count == spec.num_heads:
-        return range(count)
-    for part in spec.rows:
-        for name, holder, key in part.tensors():
-            total = holder[key].shape[0]
-            for first, last in row_stages(holder[key], name):
-                if (last - first) * spec.num_heads == count * total:
-                    if group is None:
-                        raise ValueError(
-                            f"{spec.name} has its heads spread over ranks: pass the group of ranks "
-                            "that hold the same heads (data times context parallel)"
-                        )
-                    start = first * spec.num_heads // total
-                    return range(start, start + count)
-    raise ValueError(
-        f"{spec.name} reported max logits of {count} heads, but its parameters have "
-        f"{spec.num_heads} and are not sharded accordingly"
-    )
-
-
-def _kv_heads_here(spec: LayerSpec, heads: range) -> range:
-    group = spec.num_heads // spec.num_kv_heads
-    if len(heads) != spec.num_heads:
-        if heads.start % group or heads.stop % group:
-            raise ValueError(
-                f"{spec.name}: query heads {heads.start} to {heads.stop - 1} of this rank cut "
-                f"through groups of {group} that share keys"
-            )
-        if any(b.role in (Role.LAYER_Q, Role.LAYER_K) for p in spec.rows for b in p.layout):
-            raise ValueError(
-                f"{spec.name}: all heads share a gain, but this rank knows only some of them"
-            )
-    return range(heads.start // group, heads.stop // group)
-
-
-def _main_param(parameter: Tensor) -> Tensor | None:
-    """Megatron keeps a parameter's fp32 master there."""
-    return getattr(parameter, "main_param", None)
-
-
-def _master(parameter: Tensor, local: Tensor, master_of: MasterOf, name: str) -> Tensor | None:
-    master = master_of(parameter)
-    if master is None or master is parameter:
-        return None
-    found = local_tensor(master)
-    if found.shape != local.shape or found.device != local.device:
-        raise ValueError(
-            f"the master of {name} is {tuple(found.shape)} on {found.device}, expected the rows "
-            f"that this rank holds, {tuple(local.shape)} on {local.device}; flat shards of a "
-            "distributed optimizer are not supported"
-        )
-    return found
 
 
 def _why(spec: LayerSpec) -> str:
