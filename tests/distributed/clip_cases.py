@@ -88,15 +88,16 @@ def train(rank: int, steps: int) -> dict[str, Any]:
 def check_context_parallel(rank: int) -> dict[str, float]:
     """Maxima and clipped weights of ranks that share a sequence, against one rank that has it."""
     errors = {}
-    ids = torch.randint(32, (BOUNDS[-1],), generator=torch.Generator().manual_seed(3))
+    batches = torch.randint(32, (2, BOUNDS[-1]), generator=torch.Generator().manual_seed(3))
     for recompute in (False, True):
         one, many = make_gpt().double(), make_gpt(recompute=recompute).double()
         mask = masks.documents(BOUNDS, causal=True)
         want = QKClip.from_model(one, tau=0.5, group="local")
         got = QKClip.from_model(many, tau=0.5)
         key = varlen_key(BOUNDS, causal=True, balance="zigzag")
-        one(ids, mask).square().sum().backward()
-        many(dispatch(ids, key), key).square().sum().backward()
+        for ids in batches:
+            one(ids, mask).square().sum().backward()
+            many(dispatch(ids, key), key).square().sum().backward()
         expected, found = want.step(), got.step()
         assert expected is not None and found is not None and expected.clipped > 0
         errors[f"max logits, {recompute}"] = _error(found.max_logits, expected.max_logits)
@@ -265,3 +266,28 @@ def check_fsdp_and_tp(rank: int, gqa: str) -> tuple[float, set[int]]:
     tp = mesh["tp"].get_local_rank()
     clip_all(sharded, gqa, lambda top: top.chunk(2)[tp].clone(), group=mesh["dp"])
     return largest_error(sharded, whole)
+
+
+def check_sharded_training(rank: int) -> dict[str, float]:
+    """A whole GPT under FSDP2, trained with the clip attached, against one process."""
+    one, many = make_gpt(), make_gpt()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in many.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(many, mesh=mesh)
+    clips = QKClip.from_model(one, tau=0.5, group="local"), QKClip.from_model(many, tau=0.5)
+    for model, clip in zip((one, many), clips, strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        clip.attach(optimizer)
+        random = torch.Generator().manual_seed(0)
+        for _ in range(4):
+            ids = torch.randint(32, (16,), generator=random)
+            optimizer.zero_grad()
+            model(ids, masks.causal(16)).log_softmax(-1)[:, 3].mean().backward()
+            optimizer.step()
+        assert clip.metrics is not None and clip.metrics.clipped > 0
+    errors = {}
+    for (name, x), y in zip(many.named_parameters(), one.parameters(), strict=True):
+        assert isinstance(x, DTensor)
+        errors[name] = _error(x.full_tensor(), y)
+    return errors

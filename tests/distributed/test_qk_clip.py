@@ -55,3 +55,8 @@ def test_tensor_parallel_shards() -> None:
 def test_both_at_once() -> None:
     for results in run_ranks(cases.in_each_mode, 4, "check_fsdp_and_tp"):
         assert max(error for error, _ in results.values()) < 1e-6
+
+
+def test_a_sharded_model_in_training() -> None:
+    for errors in run_ranks(cases.check_sharded_training, 2):
+        assert len(errors) > 30 and max(errors.values()) < 1e-6

@@ -73,7 +73,7 @@ def test_nan_counts_where_it_is_seen(backend):
     mask = masks.documents([0, 32, 48], causal=True)
     top = max_logits(q, k, mask, backend=backend)
     assert top[0].isfinite() and top[1].isnan()
-    hidden = masks.documents([0, 32], causal=True, tq=40, tk=48)
+    hidden = masks.documents([0, 40], causal=True, tq=40, tk=48)  # in a tile that is visited
     top = max_logits(q[:40], k, hidden, backend=backend)
     assert top.isfinite().all()
     nothing = max_logits(q, k, AttnMask([], 48, 48), backend=backend)

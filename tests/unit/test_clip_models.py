@@ -197,7 +197,7 @@ def test_unknown_attention_is_refused_or_left_out() -> None:
         find_layers(model)
     (only,) = find_layers(model, skip=["layers.0"])
     assert only.name == "layers.1.self_attn"
-    with pytest.raises(ValueError, match="no attention was found in Linear"):
+    with pytest.raises(ValueError, match="no attention that learns was found in Linear"):
         find_layers(nn.Linear(3, 3))
     with pytest.raises(TypeError, match="sequence of names"):
         find_layers(model, skip="layers.0")
@@ -209,6 +209,25 @@ def test_unknown_attention_is_refused_or_left_out() -> None:
 
     with pytest.raises(ValueError, match=r"layers.0.self_attn.self \(GPT2Attention\)"):
         find_layers(model_of(BertAttention()))
+
+
+def test_skipping_one_layer_keeps_those_whose_names_begin_alike() -> None:
+    model = model_of(*(HuggingFaceAttention() for _ in range(12)))
+    names = [x.name for x in find_layers(model, skip=["layers.1"])]
+    assert len(names) == 11 and "layers.10.self_attn" in names
+
+
+def test_frozen_attention_is_left_out() -> None:
+    model = model_of(HuggingFaceAttention(bias=True), HuggingFaceAttention())
+    frozen = model["layers"][0]["self_attn"]  # type: ignore[index]
+    frozen.requires_grad_(False)
+    assert [x.name for x in find_layers(model)] == ["layers.1.self_attn"]
+    frozen.q_proj.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj.bias, .* is frozen, but not"):
+        find_layers(model)
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="no attention that learns"):
+        find_layers(model)
 
 
 def test_a_fused_projection_of_unknown_order_is_refused() -> None:

@@ -90,6 +90,10 @@ def test_log_max_only() -> None:
     report(model, [1.0, 2.0, 3000.0, 4.0])
     assert clip_qk(model, log_max_only=True) == 3000.0
     assert torch.equal(attention.linear_qkv.weight, before)
+    assert (attention.core_attention.current_max_attn_logits == -torch.inf).all()
+    attention.q_layernorm = torch.nn.LayerNorm(DIM)  # can be measured, not clipped
+    report(model, [1.0, 2.0, 30.0, 4.0])
+    assert clip_qk(model, log_max_only=True) == 30.0
     report(model, [1.0, 2.0, 3000.0, 4.0])
     with pytest.raises(
         ValueError, match=r"qk_clip option needs to be enabled, .*layers.0.self_attn"
@@ -104,11 +108,17 @@ def test_errors_name_the_module() -> None:
         clip_qk(model)
     with pytest.raises(ValueError, match="no attention of the model keeps"):
         clip_qk(torch.nn.Linear(2, 2))
+    normed = SelfAttention()
+    normed.q_layernorm = normed.k_layernorm = torch.nn.LayerNorm(DIM)
+    report(other := model_of(normed), [1.0] * HEADS)
+    with pytest.raises(ValueError, match=r"layers.0.self_attn normalises queries and keys"):
+        clip_qk(other)
     strange = SelfAttention()
     strange.linear_q = strange.linear_qkv
     del strange.linear_qkv
+    report(other := model_of(strange), [1.0] * HEADS)
     with pytest.raises(ValueError, match=r"layers.0.self_attn \(SelfAttention\) has projections"):
-        clip_qk(model_of(strange))
+        clip_qk(other)
 
 
 def test_the_clip_is_kept_and_copies_do_without() -> None:

@@ -443,19 +443,26 @@ def test_state_survives_a_checkpoint(tmp_path: Any) -> None:
         other.load_state_dict(wrong)
 
 
-def test_parameters_that_move_are_found_again() -> None:
+@pytest.mark.parametrize("replaced", [True, False])
+def test_parameters_that_move_are_found_again(replaced: bool) -> None:
     model = gpt()
     clip = QKClip.from_model(model, tau=1.0)
     model(tokens(), MASK)
     clip.step()
     for layer in model.layers:
-        layer.attention.q_proj.weight.data = layer.attention.q_proj.weight.data.clone() * 4
-        layer.attention.k_proj.weight = nn.Parameter(layer.attention.k_proj.weight.detach() * 4)
+        projection = layer.attention.q_proj
+        if replaced:  # a new parameter in the same memory, as when a module is sharded
+            with torch.no_grad():
+                projection.weight *= 64
+            projection.bias = nn.Parameter(64 * projection.bias.detach())
+            projection.weight = nn.Parameter(projection.weight.detach())
+        else:
+            for x in (projection.weight, projection.bias):
+                x.data = x.data.clone() * 64
     inputs = inputs_of(model, tokens())
     before = logits_of(model, inputs)
     model(tokens(), MASK)
-    metrics = clip.step()
-    assert metrics is not None and (before > 1).all()
+    assert clip.step() is not None and (before > 1).all()
     torch.testing.assert_close(logits_of(model, inputs), torch.ones_like(before))
 
 

@@ -41,18 +41,22 @@ NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "qk_norm", "query_nor
 def find_layers(
     model: torch.nn.Module, *, scale_gains: bool = False, skip: Sequence[str] = ()
 ) -> list[LayerSpec]:
-    """A spec for each attention of the model, named as in `model.named_modules()`."""
+    """A spec for each attention of the model, named as in `model.named_modules()`.
+
+    Attention whose projections are frozen is left out: it does not grow.
+    """
     if isinstance(skip, str):
         raise TypeError(f"skip takes a sequence of names, got the string {skip!r}")
     found: list[LayerSpec] = []
     inside: list[str] = []
     for name, module in model.named_modules():
-        if name.startswith(tuple(skip)) or any(name.startswith(f"{outer}.") for outer in inside):
+        if any(name == out or name.startswith(f"{out}.") for out in (*skip, *inside)):
             continue
         spec = recognise(name or "the model", module, scale_gains)
         if spec is not None:
-            found.append(spec)
             inside.append(name)
+            if _learns(spec):
+                found.append(spec)
         elif hasattr(module, "current_max_attn_logits") or _looks_like_attention(module):
             raise ValueError(
                 f"{name or 'the model'} ({type(module).__name__}) looks like attention, but its "
@@ -61,7 +65,8 @@ def find_layers(
             )
     if not found:
         raise ValueError(
-            f"no attention was found in {type(model).__name__}: describe it with LayerSpecs"
+            f"no attention that learns was found in {type(model).__name__}: describe it with "
+            "LayerSpecs"
         )
     return found
 
@@ -79,6 +84,21 @@ def recognise(name: str, module: torch.nn.Module, scale_gains: bool = False) -> 
         if fused in children:
             return _fused(name, module, fused, scale_gains)
     return None
+
+
+def _learns(spec: LayerSpec) -> bool:
+    learning = {
+        name: holder[key].requires_grad
+        for part in spec.rows
+        for name, holder, key in part.tensors()
+    }
+    if len(set(learning.values())) > 1:
+        frozen = [name for name, learns in learning.items() if not learns]
+        raise ValueError(
+            f"{', '.join(frozen)} of {spec.name} is frozen, but not all that it shares a clip "
+            "with: freeze all of them, or leave the layer out with skip="
+        )
+    return any(learning.values())
 
 
 def _looks_like_attention(module: torch.nn.Module) -> bool:

@@ -139,10 +139,11 @@ class QKClip:
         """Finds the attention of a model: Keel's own modules, and those of Hugging Face's Llama,
         Mistral, Qwen and DeepSeek, of Megatron and torchtitan, by their structure.
 
-        Attention that it does not know is refused; `skip` leaves modules out whose name begins with
-        one of its entries. Behind a qk-norm the projections' scale is lost: such models are
-        refused, or with qk_norm="gains" their norms' gains are scaled instead, all heads of a layer
-        by its smallest gamma where they share a gain. `options` are those of QKClip.
+        Attention that it does not know is refused; `skip` names modules to leave out, with all that
+        is in them. Frozen attention is left out, too. Behind a qk-norm the projections' scale is
+        lost: such models are refused, or with qk_norm="gains" their norms' gains are scaled
+        instead, all heads of a layer by its smallest gamma where they share a gain. `options` are
+        those of QKClip.
         """
         if qk_norm not in get_args(QkNorm):
             raise ValueError(f"qk_norm must be 'refuse' or 'gains', got {qk_norm!r}")
