@@ -62,6 +62,20 @@ def test_as_in_torch(dtype):
         assert torch.equal(a.tensor, b.tensor)
 
 
+def test_aligned_rows_are_known_as_such():
+    seen = []
+    real = row_scale.scale_runs
+    with mock.patch.object(
+        row_scale,
+        "scale_runs",
+        lambda f, runs, **kw: (seen.append(runs.aligned), real(f, runs, **kw)),
+    ):
+        for x in (torch.ones(4, 16), torch.ones(4, 17), torch.ones(65)[1:].view(4, 16)):
+            RowScaler([ScaledTensor(x, np.array([1, 1, 3, 4]))], CPU, "triton").scale(FACTORS)
+            torch.testing.assert_close(x[:, -1], FACTORS[[1, 1, 3, 4]])
+    assert seen == [True, False, False]
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_masters_are_scaled_and_rounded_where_the_factor_is_not_one(backend):
     parts, old = tensors(torch.float16, masters=True), tensors(torch.float16, masters=True)

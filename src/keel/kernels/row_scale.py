@@ -14,7 +14,7 @@ import triton.language as tl
 
 from keel.kernels.launch import Prepared, launch
 
-BLOCK = 4096
+BLOCK = 2048
 """Elements that a program takes at a time."""
 SPLITS = 4
 """Programs for each run: more of them finish a clipped head sooner, fewer an idle step."""
@@ -36,10 +36,11 @@ def row_scale_kernel(
     if factor != 1.0:
         count = tl.load(COUNT + run)
         source, target = tl.load(SOURCE + run), tl.load(TARGET + run)
-        if ALIGNED:
-            source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
         source = source.to(tl.pointer_type(SOURCE_LIKE.dtype.element_ty))
         target = target.to(tl.pointer_type(TARGET_LIKE.dtype.element_ty))
+        if ALIGNED:  # said of addresses and of what the mask compares with, or loads are narrow
+            source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
+            count = tl.multiple_of(count, 16)
         for first in range(tl.program_id(1) * BLOCK, count, SPLITS * BLOCK):
             i = first + tl.arange(0, BLOCK)
             x = tl.load(source + i, mask=i < count)
@@ -67,7 +68,7 @@ class Runs:
     """Any tensor of the targets' dtype."""
     source_like: torch.Tensor
     aligned: bool
-    """All addresses are multiples of 16."""
+    """All addresses and counts are multiples of 16."""
 
 
 def scale_runs(factor: torch.Tensor, runs: Runs, *, copy: bool = False) -> None:

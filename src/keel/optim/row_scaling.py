@@ -111,7 +111,7 @@ def _runs(found: list[tuple[Tensor, Tensor, np.ndarray]], device: torch.device) 
         targets.append(target.data_ptr() + starts * width * target.element_size())
         sources.append(source.data_ptr() + starts * width * source.element_size())
         counts.append((ends - starts) * width)
-    addresses = np.concatenate([*targets, *sources])
+    multiples = np.concatenate([*targets, *sources, *counts])
     longest = max(int(c.max()) for c in counts)
     assert longest < 2**31, f"one head's rows hold {longest} elements"
 
@@ -126,7 +126,7 @@ def _runs(found: list[tuple[Tensor, Tensor, np.ndarray]], device: torch.device) 
         counts=packed(counts, np.int32),
         target_like=like[0],
         source_like=like[1],
-        aligned=bool((addresses % 16 == 0).all()),
+        aligned=bool((multiples % 16 == 0).all()),
     )
 
 
