@@ -21,12 +21,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from keel.kernels import flash_bwd, flash_fwd, gram, softmax_bwd, softmax_fwd
+from keel.kernels import (
+    flash_bwd,
+    flash_fwd,
+    gram,
+    qk_max,
+    row_scale,
+    softmax_bwd,
+    softmax_fwd,
+)
 from keel.kernels.flash_common import TileConfig, fitted, padded
 from keel.kernels.softmax_common import RowConfig, shape_constants
 
 POINTERS_16 = {"Q", "K", "V", "OUT", "DOUT", "DK", "DVAL", "DQ", "X", "Y", "DY", "DX"}
+POINTERS_16 |= {"TARGET_LIKE"}
 POINTERS_32F = {"LSE", "LSE2", "DELTA", "SINK", "SLOPES", "DBIAS", "BIAS", "DLSE", "MAX_LOGITS"}
+POINTERS_32F |= {"FACTOR", "SOURCE_LIKE"}
+POINTERS_64 = {"TARGET", "SOURCE"}
 POINTERS_8 = {"MASK"}
 POINTERS_16 |= {"A", "B", "C", "D"}
 FLOATS = {"scale", "softcap", "alpha", "beta", "diagonal"}
@@ -40,6 +51,7 @@ STREAMED = {  # what a kernel may read through TMA descriptors, and the block of
     "flash_bwd_dkdv_kernel": {"Q": ("BM", "D"), "DOUT": ("BM", "DV")},
     "flash_bwd_dq_kernel": {"K": ("BN", "D"), "V": ("BN", "DV")},
     "symmetric_product_kernel": {"A": ("BM", "BK"), "B": ("BN", "BK")},
+    "qk_max_kernel": {"K": ("BN", "D")},
 }
 
 
@@ -64,6 +76,8 @@ def compile_variant(
             signature[name] = f"*{dtype}"
         elif name in POINTERS_32F:
             signature[name] = "*fp32"
+        elif name in POINTERS_64:
+            signature[name] = "*i64"
         elif name in POINTERS_8:
             signature[name] = "*u8"
         elif name in FLOATS:
@@ -273,6 +287,21 @@ def gram_variants(arch: int):
             yield gram.symmetric_product_kernel, constants, config
 
 
+def clip_variants(arch: int):
+    """What QK-Clip runs: maxima at each head dim, rows scaled in place and rounded from masters."""
+    for d in (64, 128, 192, 256):
+        config = qk_max.choose_config(divmod(arch, 10), padded(d), torch.bfloat16)
+        constants: dict[str, Any] = {
+            **{"D": d, "BLOCK_D": padded(d), "BM": config.block_m, "BN": config.block_n},
+            **{"PRECISION": "tf32", "TMA": config.tma and d == padded(d), "PTX": True},
+        }
+        yield qk_max.qk_max_kernel, constants, config
+    for copy in (False, True):
+        constants = {"BLOCK": row_scale.BLOCK, "SPLITS": row_scale.SPLITS}
+        constants |= {"ALIGNED": True, "COPY": copy}
+        yield row_scale.row_scale_kernel, constants, TileConfig(1, row_scale.BLOCK, 4, 3)
+
+
 def report(
     kernel: Any,
     constants: dict[str, Any],
@@ -297,7 +326,12 @@ def report(
 def main(archs: list[int]) -> None:
     for arch in archs:
         done = set()
-        everything = (*variants(arch), *softmax_variants(arch), *gram_variants(arch))
+        everything = (
+            *variants(arch),
+            *softmax_variants(arch),
+            *gram_variants(arch),
+            *clip_variants(arch),
+        )
         for kernel, constants, config in everything:
             key = (kernel.__name__, tuple(constants.items()), config)
             if key not in done:

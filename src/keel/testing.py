@@ -258,7 +258,7 @@ def run_ranks(
     An error on any rank is raised here, with its traceback; so is a rank that takes too long.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["keel.testing", "torch.distributed", "keel.distributed"])
+    context.set_forkserver_preload(["keel.testing", "keel.distributed", "keel.optim"])
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(num_ranks):

@@ -51,3 +51,8 @@ def test_kernels_compile_and_fit(arch):
     gram = [v for v in everything if v["kernel"] == "symmetric_product_kernel"]
     assert len(gram) == 4 and max(v["shared"] for v in gram) <= SHARED_LIMIT[arch]
     assert not [v for v in gram if v["STACK"] or v["LOCAL"]]
+    clip = [v for v in everything if v["kernel"] in ("qk_max_kernel", "row_scale_kernel")]
+    assert len(clip) == 6 and {v["d"] for v in clip} == {None, 64, 128, 192, 256}
+    assert not [
+        v for v in clip if v["LOCAL"] or v["loop_spills"] or v["shared"] > SHARED_LIMIT[arch]
+    ]

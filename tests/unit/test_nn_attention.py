@@ -474,8 +474,20 @@ def test_the_maximum_is_shared_by_both_paths() -> None:
     low, high = make(seed=0), make(seed=1)
     tops = [dense(**x, hidden=band(7, 7, True, None))["top"] for x in (low, high)]
     module(**low)
-    module.eval()(**high)
+    module.attention_dropout = 0.0
+    module(**high)
     torch.testing.assert_close(module.current_max_attn_logits, torch.maximum(*tops))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_evaluation_leaves_the_maximum_alone(path: str) -> None:
+    module = make_module(path, make_config(qk_clip=True), 1, "causal")
+    module.eval()(**make(seed=1))
+    assert module.current_max_attn_logits is None
+    module.train()(**make(seed=0))
+    before = module.current_max_attn_logits.clone()
+    module.eval()(**{name: 3 * x for name, x in make(seed=1).items()})
+    assert torch.equal(module.current_max_attn_logits, before)
 
 
 @pytest.mark.parametrize("path", PATHS)

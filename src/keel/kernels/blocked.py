@@ -108,6 +108,17 @@ def backward(
     return dq, dk, dv, dbias
 
 
+def max_logits(
+    q: torch.Tensor, k: torch.Tensor, mask: AttnMask, scale: float, *, out: torch.Tensor
+) -> None:
+    """Raises out (hq,) to the largest scale * q·k of each head, without softmax and values."""
+    walk = _Walk(q, k, k, mask, Scoring(scale=scale), BLOCK_M, BLOCK_N)
+    for rows, q_tile, blocks in walk.tiles():
+        for cols, seen in blocks:
+            raw, _, _ = walk.logits(q_tile, rows, cols, seen)
+            torch.maximum(out, raw.amax((2, 3)).flatten(), out=out)
+
+
 class _Walk:
     """Tiles of one problem, with tensors brought to (hk, g, rows, dim) in the working dtype."""
 

@@ -19,13 +19,14 @@ from keel.checks import MAX_HEAD_DIM
 from keel.masks import AttnMask
 from keel.masks.inputs import remembered
 from keel.nn.config import TransformerConfig, check_count, check_dropout, check_scale
+from keel.nn.max_logits import KeepsMaxLogits
 from keel.softmax.functional import scaled_masked_softmax
 from keel.softmax.modules import AttnMaskType, UsageError, as_mask_type, hides_future
 
 Window = tuple[int, int]
 
 
-class DotProductAttention(torch.nn.Module):
+class DotProductAttention(KeepsMaxLogits, torch.nn.Module):
     """softmax(scale * q.k + bias) v, with Megatron's constructor and call.
 
     Each call takes one of two paths that give the same answers. *Flash* never makes the scores.
@@ -52,8 +53,8 @@ class DotProductAttention(torch.nn.Module):
     Attributes:
         softmax_offset: (np,) logits that join each row's sum; None for softmax_type "vanilla".
         current_max_attn_logits: (np,) fp32 (fp64 for fp64 inputs), with config.qk_clip: each
-            head's largest scale * q.k + bias that was seen, over all calls, of training and
-            evaluation, since `reset_max_logits`; None before the first.
+            head's largest scale * q.k + bias that was seen, over all calls in training mode
+            since `reset_max_logits`; None before the first.
         last_probs: [b, np, sq, sk], detached and before dropout, with need_probs.
 
     >>> config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
@@ -107,7 +108,6 @@ class DotProductAttention(torch.nn.Module):
         self.window_size = config.window_size if has_window else None
         if self.window_size == (-1, -1):
             self.window_size = None
-        self.current_max_attn_logits: torch.Tensor | None = None
         self.last_probs: torch.Tensor | None = None
         self._add_softmax_offset()
 
@@ -126,11 +126,6 @@ class DotProductAttention(torch.nn.Module):
         """Starts the softmax offsets at 0, after a module was made on the meta device."""
         if self.softmax_offset is not None:
             torch.nn.init.zeros_(self.softmax_offset)
-
-    def reset_max_logits(self) -> None:
-        """Starts the running maximum again, in place: a captured graph goes on writing to it."""
-        if self.current_max_attn_logits is not None:
-            self.current_max_attn_logits.fill_(-torch.inf)
 
     def extra_repr(self) -> str:
         return (
@@ -273,19 +268,7 @@ class DotProductAttention(torch.nn.Module):
         return probs
 
     def _running_maximum(self, like: torch.Tensor) -> torch.Tensor | None:
-        """The tensor behind current_max_attn_logits, made or moved to suit the call."""
-        if not self.config.qk_clip:
-            return None
-        running, dtype = self.current_max_attn_logits, _wide(like.dtype)
-        if running is not None and running.dtype == dtype and running.device == like.device:
-            return running
-        with torch.inference_mode(False):  # made while evaluating, it serves training too
-            if running is None:
-                running = torch.full((self.num_heads,), -torch.inf, dtype=dtype, device=like.device)
-            else:
-                running = running.to(like.device, dtype)
-        self.current_max_attn_logits = running
-        return running
+        return self.running_maximum(self.num_heads, like) if self.config.qk_clip else None
 
     def _check_qkv(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, packed: bool
