@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from keel import flex_flash_attn_func, masks
 from keel.distributed import (
@@ -219,43 +220,101 @@ def check_tracker(rank: int) -> None:
     assert tops[1].isnan().tolist() == [False, True]
 
 
-def check_overlap(rank: int) -> tuple[list[tuple[str, int, float]], int]:
-    """(start and end of each stage's journey and computation, most stages alive at once)."""
-    events: list[tuple[str, int, float]] = []
-    alive, most = 0, 0
+DELAY, WORK = 0.08, 0.16
+"""Seconds that a journey and the computation of a stage take at least."""
 
-    class Slow(Cast):
-        def __init__(self, *args: Any) -> None:
-            nonlocal alive, most
-            alive += 1
-            most = max(most, alive)
-            self.number = len([e for e in events if e[0] == "sent"]) + 1
-            events.append(("sent", self.number, time.monotonic()))
-            super().__init__(*args)
 
-        def wait(self) -> list[torch.Tensor]:
-            nonlocal alive
-            events.append(("wanted", self.number, time.monotonic()))
-            found = super().wait()
-            events.append(("there", self.number, time.monotonic()))
+class Timeline:
+    """When things happen on this rank: (what, number of its kind) -> seconds."""
+
+    def __init__(self) -> None:
+        self.at: dict[tuple[str, int], float] = {}
+        self._count: dict[str, int] = {}
+
+    def note(self, what: str, number: int | None = None) -> int:
+        number = self._count.get(what, 0) if number is None else number
+        self._count[what] = number + 1
+        self.at[what, number] = time.monotonic()
+        return number
+
+
+class SlowWork:
+    """A collective that takes at least DELAY from its start on."""
+
+    def __init__(self, work: Any, timeline: Timeline, where: str) -> None:
+        self._work, self._timeline, self._where = work, timeline, where
+        self._number = timeline.note(f"{where} starts")
+        self._begun = time.monotonic()
+
+    def wait(self) -> None:
+        self._timeline.note(f"{self._where} wanted", self._number)
+        time.sleep(max(0.0, self._begun + DELAY - time.monotonic()))
+        self._work.wait()
+        self._timeline.note(f"{self._where} there", self._number)
+
+
+def watch(timeline: Timeline, links: dict[Any, str]) -> None:
+    """Slows down all-to-alls and attention in this process, and notes when they happen."""
+    all_to_all, forward = dist.all_to_all_single, cp_attention.accumulate_
+    backward = cp_attention.partial_gradients
+
+    def slow(*args: Any, group: Any, **options: Any) -> SlowWork:
+        return SlowWork(all_to_all(*args, group=group, **options), timeline, links[group])
+
+    def timed(real: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            number = timeline.note("computing")
+            time.sleep(WORK)
+            found = real(*args, **options)
+            timeline.note("computed", number)
             return found
 
-    real = cp_attention.accumulate_
+        return call
 
-    def accumulate(*args: Any, **kwargs: Any) -> None:
-        nonlocal alive
-        stage = len([e for e in events if e[0] == "computed"])
-        events.append(("computing", stage, time.monotonic()))
-        time.sleep(0.05)
-        real(*args, **kwargs)
-        events.append(("computed", stage, time.monotonic()))
-        alive -= stage > 0
+    dist.all_to_all_single = slow
+    cp_attention.accumulate_ = timed(forward)
+    cp_attention.partial_gradients = timed(backward)
 
-    cp_attention.Cast, cp_attention.accumulate_ = Slow, accumulate  # type: ignore[misc]
-    key = flex_key(masks.full(64), degree=3, balance="contiguous")
-    x = torch.randn(16, 1, 8, dtype=torch.float64)
-    calc_attn(x, x, x, key)
-    return events, most
+
+def check_overlap(rank: int, nodes: int) -> list[dict[tuple[str, int], float]]:
+    """Timelines of a forward and of a backward, with three stages of remote keys."""
+    mesh, links = None, {dist.group.WORLD: "all"}
+    if nodes > 1:
+        mesh = init_device_mesh("cpu", (nodes, 4 // nodes), mesh_dim_names=("node", "place"))
+        links = {mesh.get_group(0): "between", mesh.get_group(1): "inside"}
+    key = flex_key(masks.full(64), group=mesh, degree=3, balance="contiguous")
+    x = torch.randn(16, 1, 8, dtype=torch.float64, requires_grad=True)
+    calc_attn(x, x, x, key)  # agreement, connections
+    dist.barrier()
+    timelines = [Timeline(), Timeline()]
+    watch(timelines[0], links)
+    out, _ = calc_attn(x, x, x, key)
+    dist.barrier()
+    watch(timelines[1], links)
+    out.sum().backward()
+    return [timeline.at for timeline in timelines]
+
+
+def most_stages_alive(rank: int) -> list[int]:
+    """Most buffers for keys of others that live at the same time, forward and backward."""
+    buffers: list[StorageWeakRef] = []
+    most = [0, 0]
+    real, way = Cast.__init__, 0
+
+    def begin(self: Cast, *args: Any) -> None:
+        real(self, *args)
+        assert self._index.order is None  # else rows have a second buffer
+        buffers.append(StorageWeakRef(self._transfer.received.untyped_storage()))
+        most[way] = max(most[way], sum(not x.expired() for x in buffers))
+
+    Cast.__init__ = begin  # type: ignore[method-assign]
+    key = flex_key(masks.full(64), degree=4, balance="contiguous")
+    x = torch.randn(key.num_local, 1, 8, requires_grad=True)
+    out, _ = calc_attn(x, x, x, key)
+    way = 1
+    out.sum().backward()
+    assert len(buffers) == 8 and all(x.expired() for x in buffers)
+    return most
 
 
 def check_two_calls_at_once(rank: int) -> None:
@@ -277,16 +336,43 @@ def check_two_calls_at_once(rank: int) -> None:
 
 
 def message_of_disagreement(rank: int, what: str) -> str:
-    mask = masks.causal(40 if what != "mask" or rank != 1 else 41)
+    """Rank 1 differs in one thing."""
+    odd = rank == 1
+    mask = masks.causal(41 if odd and what == "mask" else 40)
     options: dict[str, Any] = {"balance": "contiguous"}
-    if what == "degree" and rank == 1:
+    if what == "degree" and odd:
         options["degree"] = 3
-    if what == "layout" and rank == 1:
+    if what == "layout" and odd:
         options["balance"] = "zigzag"
+    if what == "keep_remote_keys" and odd:
+        options["keep_remote_keys"] = True
     key = flex_key(mask, **options)
-    x = torch.zeros(key.num_local, 1, 8)
+    heads = 2 if odd and what == "heads" else 1
+    dtype = torch.float64 if odd and what == "dtype" else torch.float32
+    x = torch.zeros(key.num_local, heads, 8, dtype=dtype)
+    call: dict[str, Any] = {}
+    if what == "return_max_logits":
+        call["return_max_logits"] = odd
+    if what == "defer_max_logits":
+        call = {"defer_max_logits": MaxLogitsTracker()} if odd else {"return_max_logits": True}
+    if what == "sink" and odd:
+        call["sink"] = torch.zeros(1)
+    if what == "softmax_scale" and odd:
+        call["softmax_scale"] = 0.5
+    if what == "gradients":
+        x.requires_grad_(odd)
     try:
-        calc_attn(x, x, x, key)
+        if what == "tracker":
+            tracker = MaxLogitsTracker()
+            for _ in range(2 if odd else 1):
+                tracker.add(torch.zeros(3))
+            tracker.reduce()
+        elif what == "shift":
+            roll(x, 2 if odd else 1, key)
+        elif what == "call" and odd:
+            undispatch(x, key)
+        else:
+            calc_attn(x, x, x, key, **call)
     except ValueError as error:
         return str(error)
     return "no error"
@@ -306,14 +392,26 @@ def message_of_an_old_key(rank: int) -> str:
     return "no error"
 
 
-def die_on_rank_one(rank: int) -> str:
+def die_on_rank_one(rank: int, when: str) -> str:
+    """What the others hear when rank 1 leaves before a forward, a backward or a maximum."""
     key = flex_key(masks.full(40), balance="contiguous")
-    x = torch.randn(key.num_local, 1, 8)
-    calc_attn(x, x, x, key)
+    x = torch.randn(key.num_local, 1, 8, requires_grad=True)
+    out, meta = calc_attn(x, x, x, key, return_max_logits=True)
+    assert meta.max_logits is not None
     if rank == 1:
         return "left"
     try:
-        calc_attn(x, x, x, key)
+        if when == "forward":
+            calc_attn(x, x, x, key, return_max_logits=True)
+        elif when == "backward":
+            out.sum().backward()
+        elif when == "agreement":
+            calc_attn(x, x, x, key, softcap=1.0)
+        else:
+            tracker = MaxLogitsTracker()
+            tracker.add(meta.max_logits)
+            os.environ["KEEL_CHECK_AGREEMENT"] = "never"
+            tracker.reduce()
     except RuntimeError as error:
         return str(error)
     return "no error"

@@ -66,21 +66,73 @@ def test_results_repeat_bitwise():
     assert all(run_ranks(cases.same_bits_twice, 3))
 
 
+def spare(at, what, number):
+    """Seconds that a rank waited for a journey."""
+    return at[f"{what} there", number] - at[f"{what} wanted", number]
+
+
 def test_the_next_stage_travels_while_one_is_computed():
-    for events, most in run_ranks(cases.check_overlap, 4):
-        at = {(name, number): time for name, number, time in events}
-        assert at["sent", 1] < at["computing", 0] < at["wanted", 1]
-        for stage in (2, 3):
-            assert at["sent", stage] < at["computing", stage - 1] < at["computed", stage - 1]
-            assert at["computed", stage - 1] < at["wanted", stage]
-        assert most == 2  # one computed, one on its way
+    for forward, backward in run_ranks(cases.check_overlap, 4, 1):
+        for at in (forward, backward):  # the first three journeys bring keys
+            fetches = {f: n for n, f in enumerate((0, 1, 2) if at is forward else (0, 1, 3))}
+            for fetch, stage in fetches.items():  # stage + 1 is the one that needs it
+                assert at["all starts", fetch] < at["computing", stage]
+                assert at["computed", stage] < at["all wanted", fetch]
+                assert spare(at, "all", fetch) < cases.DELAY / 2, "it had the time to arrive"
+        # Gradients of stage 1 travel while 2 is computed, those of 2 while 3 is.
+        for journey, stage in ((2, 1), (4, 2)):
+            assert backward["computed", stage] < backward["all starts", journey]
+            assert backward["all starts", journey] < backward["computing", stage + 1]
+            assert backward["computed", stage + 1] < backward["all wanted", journey]
+            assert spare(backward, "all", journey) < cases.DELAY / 2
+
+
+def test_over_nodes_both_steps_travel_while_something_is_computed():
+    for forward, backward in run_ranks(cases.check_overlap, 4, 2):
+        assert forward["between starts", 0] < forward["computing", 0]
+        assert forward["computed", 0] < forward["between wanted", 0]
+        for at in (forward, backward):
+            # (step, its number) and the stage it travels beside; stages 1..3 need keys
+            inside = (1, 2) if at is forward else (1, 3)
+            steps = [("between", 0, 0), ("between", 1, 0), ("between", 2, 1)]
+            steps += [("inside", number, n + 1) for n, number in enumerate(inside)]
+            for step, number, stage in steps:
+                assert at[f"{step} starts", number] < at["computing", stage]
+                assert at["computed", stage] < at[f"{step} wanted", number]
+                assert spare(at, step, number) < cases.DELAY / 2
+        # Gradients of stage 1: inside while 2 is computed, between while 3 is.
+        for step, number, stage in (("inside", 2, 2), ("between", 3, 3)):
+            assert backward["computed", stage - 1] < backward[f"{step} starts", number]
+            assert backward[f"{step} starts", number] < backward["computing", stage]
+            assert spare(backward, step, number) < cases.DELAY / 2
+
+
+def test_two_stages_of_remote_keys_are_alive_at_most():
+    """One that is computed, and one that arrives."""
+    assert run_ranks(cases.most_stages_alive, 3) == [[2, 2]] * 3
 
 
 @pytest.mark.parametrize(
-    ("what", "named"), [("mask", "mask"), ("degree", "degree"), ("layout", "layout of the queries")]
+    ("what", "named"),
+    [
+        ("mask", "mask"),
+        ("degree", "degree"),
+        ("layout", "layout of the queries"),
+        ("keep_remote_keys", "keep_remote_keys"),
+        ("return_max_logits", "max_logits"),
+        ("defer_max_logits", "max_logits"),
+        ("sink", "sink"),
+        ("softmax_scale", "softmax_scale"),
+        ("dtype", "dtype"),
+        ("heads", "heads_and_dims"),
+        ("gradients", "need_of_gradients"),
+        ("tracker", "heads_of_max_logits"),
+        ("shift", "roll"),
+        ("call", "call"),
+    ],
 )
 def test_ranks_that_disagree_say_on_what(what, named):
-    for message in run_ranks(cases.message_of_disagreement, 3, what):
+    for message in run_ranks(cases.message_of_disagreement, 3, what, timeout=20):
         assert f"disagree on the {named}: rank 1" in message
 
 
@@ -89,6 +141,17 @@ def test_a_rank_with_an_old_key_is_found_when_asked_for():
         assert "disagree on the mask: rank 1" in message
 
 
-def test_a_rank_that_leaves_is_an_error():
-    zero, one = run_ranks(cases.die_on_rank_one, 2, timeout=20)
-    assert one == "left" and "fetching keys for stage 1" in zero
+@pytest.mark.parametrize(
+    ("when", "named"),
+    [
+        ("forward", "fetching keys for stage 1 of"),
+        ("backward", "fetching keys for stage 1 of"),
+        ("agreement", "comparing softmax_scale="),
+        ("maximum", "taking the maximum of max logits"),
+    ],
+)
+def test_a_rank_that_leaves_is_named(when, named):
+    zero, one, two = run_ranks(cases.die_on_rank_one, 3, when, timeout=20)
+    assert one == "left"
+    for message in (zero, two):
+        assert named in message and "no sign of life from rank 1 of the group" in message

@@ -252,6 +252,8 @@ def test_calls_that_cannot_work(alone, monkeypatch):
         calc_attn(x, x, x, key, backend="reference")
     with pytest.raises(ValueError, match="mesh must have one dim, or two"):
         flex_key(masks.causal(20), group=init_device_mesh("cpu", (1, 1, 1)))
+    with pytest.raises(ValueError, match="needs names"):
+        flex_key(masks.causal(20), group=init_device_mesh("cpu", (1, 1)))
     with pytest.raises(ValueError, match="x has 3 tokens in dim 1, but rank 0 holds 20"):
         undispatch(torch.zeros(20, 3), key, dim=1)
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")

@@ -281,6 +281,11 @@ def _group_of(
                 f"the mesh must have one dim, or two (nodes, ranks of a node), got {group.ndim}: "
                 "slice it, as in mesh['cp']"
             )
+        if group.ndim == 2 and group.mesh_dim_names is None:
+            raise ValueError(
+                "a mesh of two dims needs names, or torch cannot make a group of all its ranks: "
+                "pass mesh_dim_names=('node', 'rank') to init_device_mesh"
+            )
         process_group: dist.ProcessGroup | None = flat_group(group)
     else:
         process_group = group

@@ -44,6 +44,8 @@ class ExchangeTensors(NamedTuple):
 
     send_rows: torch.Tensor
     order: torch.Tensor | None
+    arrival: torch.Tensor | None
+    """The other way round: which of the wanted rows each received one is."""
 
 
 class ReturnTensors(NamedTuple):
@@ -76,11 +78,14 @@ class Exchange:
     def tensors(self, device: torch.device) -> ExchangeTensors:
         """Copied to a device once."""
         if device not in self._on_devices:
+            order = arrival = None
             with torch.inference_mode(False):  # kept: must serve evaluation and training alike
-                self._on_devices[device] = ExchangeTensors(
-                    torch.from_numpy(self.send_rows).to(device),
-                    None if self.order is None else torch.from_numpy(self.order).to(device),
-                )
+                send_rows = torch.from_numpy(self.send_rows).to(device)
+                if self.order is not None:
+                    order = torch.from_numpy(self.order).to(device)
+                    arrival = torch.empty_like(order)
+                    arrival[order] = torch.arange(len(order), device=device)
+                self._on_devices[device] = ExchangeTensors(send_rows, order, arrival)
         return self._on_devices[device]
 
     def returning(self, device: torch.device) -> ReturnTensors:
