@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -388,6 +389,20 @@ def message_of_an_old_key(rank: int) -> str:
     try:
         calc_attn(x, x, x, old if rank else new)
     except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def message_of_a_late_change(rank: int) -> str:
+    """Rank 1 alone asks for max logits, where all have agreed on a call without."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    key = flex_key(masks.full(40), balance="contiguous", group=group)
+    x = torch.randn(key.num_local, 1, 8)
+    calc_attn(x, x, x, key)
+    try:
+        calc_attn(x, x, x, key, return_max_logits=rank == 1)
+        calc_attn(x, x, x, key)
+    except RuntimeError as error:
         return str(error)
     return "no error"
 

@@ -141,6 +141,15 @@ def test_a_rank_with_an_old_key_is_found_when_asked_for():
         assert "disagree on the mask: rank 1" in message
 
 
+def test_a_rank_that_changes_its_options_alone_is_found_by_the_timeout():
+    zero, one, two = run_ranks(cases.message_of_a_late_change, 3, timeout=20)
+    for message in (zero, two):
+        assert message.startswith("fetching keys for stage 1 of")
+        assert "rank 1 failed at comparing softmax_scale" in message
+        assert "max_logits='returned'" in message
+    assert one.startswith("comparing softmax_scale") and "rank 0 failed at fetching keys" in one
+
+
 @pytest.mark.parametrize(
     ("when", "named"),
     [

@@ -220,5 +220,5 @@ def test_attention_by_way_of_the_lane(backend):
         found.append([out, *torch.autograd.grad(out, (q, k, v), dout)])
     assert sum(x.startswith("move") for x in STREAMS.before) == 3 * (
         1 + 3
-    )  # two fetches, one return
+    )
     torch.testing.assert_close(*found, atol=1e-12, rtol=0)

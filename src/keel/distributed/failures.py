@@ -1,4 +1,4 @@
-"""A collective that fails: which operation it was, and which ranks nobody hears from."""
+"""A collective that fails: which operation it was, which ranks are silent, where the others are."""
 
 from __future__ import annotations
 
@@ -17,36 +17,41 @@ _failures: collections.Counter[str] = collections.Counter()
 
 def failure(what: str, group: dist.ProcessGroup, error: Exception) -> RuntimeError:
     """The error to raise for a collective of a group that raised `error`."""
-    silent = silent_ranks(group)
-    if silent is None:
-        suspects = "a rank of the group probably died, left or was too late"
-    elif silent:
-        plural = "s" if len(silent) > 1 else ""
-        suspects = (
-            f"no sign of life from rank{plural} {', '.join(map(str, silent))} of the group: died, "
-            "left, or busy elsewhere"
+    seen = roll_call(group, what)
+    if seen is None:
+        return RuntimeError(
+            f"{what} failed; a rank of the group probably died, left or was too late ({error})"
         )
-    else:
-        suspects = "all ranks of the group are alive and saw a failure too: one was too late"
-    return RuntimeError(f"{what} failed; {suspects} ({error})")
+    silent = [str(rank) for rank, at in enumerate(seen) if at is None]
+    elsewhere = [
+        f"rank {rank} failed at {at}"
+        for rank, at in enumerate(seen)
+        if at is not None and rank != group.rank()
+    ]
+    news = [f"no sign of life from rank {', '.join(silent)} of the group"] if silent else []
+    return RuntimeError(f"{what} failed; {'; '.join(news + elsewhere)} ({error})")
 
 
-def silent_ranks(group: dist.ProcessGroup) -> list[int] | None:
-    """Ranks of the group that do not report a failure as well; None: there is no way to ask.
+def roll_call(group: dist.ProcessGroup, what: str) -> list[str | None] | None:
+    """What each rank of the group failed at; None for one that is silent, or for all if nobody can
+    be asked.
 
-    Ranks tell each other through the store that they met in; a rank that is gone tells nothing.
+    Ranks tell each other through the store that they met in. One that died tells nothing, nor does
+    one that is busy elsewhere and does not know yet.
     """
     name = group.group_name
     _failures[name] += 1
     try:
         store = store_of_all_ranks()
         keys = [f"keel/failed/{name}/{_failures[name]}/{rank}" for rank in range(group.size())]
-        store.set(keys[group.rank()], "1")
+        store.set(keys[group.rank()], what)
         deadline = time.monotonic() + ROLL_CALL_S
-        while True:
-            silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            if not silent or time.monotonic() > deadline:
-                return silent
+        while not all(there := [store.check([key]) for key in keys]):
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.05)
+        return [
+            store.get(key).decode() if here else None for key, here in zip(keys, there, strict=True)
+        ]
     except (RuntimeError, ValueError):  # the store went with the rank that held it
         return None

@@ -152,7 +152,7 @@ def simulate(
     [1.0, 1.0, 1.0, 1.0]
     """
     model = CostModel() if model is None else model
-    layouts = _layouts(mask, num_ranks, balance)
+    layouts = _layouts(mask, num_ranks, balance, model)
     if not _fits(mask, *layouts, max(_degrees(degree))):
         raise ValueError(
             f"the plan of this mask with balance {balance!r} on {num_ranks} ranks is too large "
@@ -195,7 +195,7 @@ def compare(
     for n, name in enumerate(BALANCES):
         if on_step is not None:
             on_step(name, n, len(BALANCES) + 1)
-        layouts = _layouts(mask, num_ranks, name)
+        layouts = _layouts(mask, num_ranks, name, model)
         if layouts in seen:
             same = seen[layouts]
             strategies.append(same._replace(name=name, note=f"same as {same.name}"))
@@ -296,13 +296,16 @@ def _degrees(degree: Degree) -> tuple[int, ...]:
     return tuple(range(1, MAX_AUTO_DEGREE + 1)) if degree == "auto" else (degree,)
 
 
-def _layouts(mask: AttnMask, num_ranks: int, balance: Balance) -> tuple[Layout, Layout]:
+def _layouts(
+    mask: AttnMask, num_ranks: int, balance: Balance, model: CostModel
+) -> tuple[Layout, Layout]:
     key = flex_key(
         mask,
         num_ranks=num_ranks,
         balance=balance,
         k_balance=None if mask.tq == mask.tk else balance,
         degree=1,  # any but "auto", which would make plans
+        cost=model,
     )
     return key.q_layout, key.k_layout
 
