@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,6 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from keel import flex_flash_attn_func, masks
 from keel.distributed import (
     AttnKey,
+    CostModel,
+    Layout,
     MaxLogitsTracker,
     calc_attn,
     dispatch,
@@ -88,10 +91,46 @@ def every_mask() -> dict[str, Case]:
     return cases
 
 
+FREE = CostModel(gb_per_s=1e9, latency_us=0.0)
+"""Links that cost nothing: else the solver would leave few tokens in order."""
+BALANCES = ("contiguous", "zigzag", "solver", "one rank", "scattered")
+DEGREES = (0, 1, 2, 3, 4)
+
+
+def layout_of(balance: str, total: int, num_ranks: int) -> Any:
+    """A name that keys know; or a layout: all on the last rank, or pieces anywhere."""
+    if balance == "one rank":
+        return Layout([0], [total], [num_ranks - 1], num_ranks)
+    if balance == "scattered":
+        random = np.random.default_rng(total)
+        bounds = np.unique(np.append(random.integers(0, total + 1, 9), [0, total]))
+        ranks = random.integers(0, num_ranks, len(bounds) - 1)
+        return Layout(bounds[:-1], bounds[1:], ranks, num_ranks)
+    return balance
+
+
 def key_of(case: Case, **options: Any) -> AttnKey:
+    num_ranks = dist.get_world_size()
+    balance, k_balance = (options.pop(n, "solver") for n in ("balance", "k_balance"))
+    options = {"cost": FREE, **options}
+    options["balance"] = layout_of(balance, case.mask.tq, num_ranks)
     if case.mask.tq != case.mask.tk:
-        options["k_balance"] = "zigzag"
+        options["k_balance"] = layout_of(k_balance, case.mask.tk, num_ranks)
     return flex_key(case.mask, **options)
+
+
+def scheduled(number: int, turn: int) -> dict[str, Any]:
+    """Options of a key for mask `number`; 25 masks in a row meet every degree on every balance."""
+    degree = DEGREES[(number + turn) % 5]
+    options: dict[str, Any] = {
+        "degree": degree,
+        "balance": BALANCES[(number // 5 + 2 * turn) % 5],
+        "k_balance": BALANCES[(number + 3 * turn) % 5],
+        "backward_degree": DEGREES[(number // 3 + turn) % 5],
+    }
+    if number % 4 == turn % 4:
+        options |= {"backward_degree": degree, "keep_remote_keys": True}
+    return options
 
 
 def spread(case: Case, backend: str = "blocked", **options: Any) -> dict[str, torch.Tensor]:
@@ -140,30 +179,36 @@ def largest_difference(got: dict[str, torch.Tensor], want: dict[str, torch.Tenso
     return worst
 
 
-def check_every_mask(rank: int, options: dict[str, Any]) -> dict[str, float]:
-    return {
-        name: largest_difference(spread(case, **options), run_case(case, backend="blocked"))
-        for name, case in every_mask().items()
-    }
+def check_every_mask(rank: int, turn: int, **options: Any) -> dict[str, tuple[int, str, float]]:
+    """(degree, balance, largest difference) of every mask, by the schedule."""
+    found = {}
+    for number, (name, case) in enumerate(every_mask().items()):
+        chosen = scheduled(number, turn)
+        got = spread(case, **{**chosen, **options})
+        worst = largest_difference(got, run_case(case, backend="blocked"))
+        found[name] = (chosen["degree"], chosen["balance"], worst)
+    return found
 
 
-def check_nodes(rank: int, nodes: int, per_node: int, degree: int) -> dict[str, float]:
+def check_nodes(
+    rank: int, turn: int, nodes: int, per_node: int
+) -> dict[str, tuple[int, str, float]]:
     mesh = init_device_mesh("cpu", (nodes, per_node), mesh_dim_names=("node", "place"))
-    return check_every_mask(rank, {"group": mesh, "degree": degree, "balance": "zigzag"})
+    return check_every_mask(rank, turn, group=mesh)
 
 
 def check_by_the_rule(
     rank: int,
     dtype: torch.dtype,
-    options: dict[str, Any],
+    turn: int,
     device: str = "cpu",
     backend: str = "blocked",
 ) -> list[str]:
-    """What breaks the tolerance rule, over all masks."""
+    """What breaks the tolerance rule, over all masks, by the schedule."""
     broken = []
-    for name, case in every_mask().items():
+    for number, (name, case) in enumerate(every_mask().items()):
         rounded = replace(case, dtype=dtype, device=device)
-        found = judge(rounded, spread(rounded, backend, **options))
+        found = judge(rounded, spread(rounded, backend, **scheduled(number, turn)))
         broken += [f"{name} {comparison}" for comparison in found if not comparison.ok]
     return broken
 
@@ -408,15 +453,17 @@ def message_of_a_late_change(rank: int) -> str:
 
 
 def die_on_rank_one(rank: int, when: str) -> str:
-    """What the others hear when rank 1 leaves before a forward, a backward or a maximum."""
-    key = flex_key(masks.full(40), balance="contiguous")
+    """What the others hear when rank 1 leaves before a forward, a backward, ..., or hangs."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    key = flex_key(masks.full(40), balance="contiguous", group=group)
     x = torch.randn(key.num_local, 1, 8, requires_grad=True)
     out, meta = calc_attn(x, x, x, key, return_max_logits=True)
     assert meta.max_logits is not None
     if rank == 1:
+        time.sleep(6.0 if when == "hang" else 0.0)
         return "left"
     try:
-        if when == "forward":
+        if when in ("forward", "hang"):
             calc_attn(x, x, x, key, return_max_logits=True)
         elif when == "backward":
             out.sum().backward()
@@ -426,7 +473,7 @@ def die_on_rank_one(rank: int, when: str) -> str:
             tracker = MaxLogitsTracker()
             tracker.add(meta.max_logits)
             os.environ["KEEL_CHECK_AGREEMENT"] = "never"
-            tracker.reduce()
+            tracker.reduce(group)
     except RuntimeError as error:
         return str(error)
     return "no error"

@@ -218,7 +218,5 @@ def test_attention_by_way_of_the_lane(backend):
     for degree in (0, 3):
         out, _ = calc_attn(q, k, v, flex_key(mask, degree=degree, cost=free))
         found.append([out, *torch.autograd.grad(out, (q, k, v), dout)])
-    assert sum(x.startswith("move") for x in STREAMS.before) == 3 * (
-        1 + 3
-    )
+    assert sum(x.startswith("move") for x in STREAMS.before) == 3 * (1 + 3)
     torch.testing.assert_close(*found, atol=1e-12, rtol=0)
