@@ -23,7 +23,7 @@ from keel.distributed.cost import (
 )
 from keel.distributed.keys import AttnKey, Balance, Degree, flex_key
 from keel.distributed.layout import Layout
-from keel.distributed.plan import Plan, fresh_plan, merged, overlaps
+from keel.distributed.plan import Plan, fresh_plan, fresh_plans, merged, overlaps
 from keel.masks import AttnMask
 from keel.masks.arrays import Ints
 
@@ -152,15 +152,14 @@ def simulate(
     [1.0, 1.0, 1.0, 1.0]
     """
     model = CostModel() if model is None else model
-    layouts = _layouts(mask, num_ranks, balance, model)
-    if not _fits(mask, *layouts, max(_degrees(degree))):
+    strategies = compare(mask, num_ranks, model, degree=degree, on_step=on_step)
+    chosen = next(x for x in strategies if x.name == balance)
+    if chosen.degree is None or chosen.backward_degree is None:
         raise ValueError(
             f"the plan of this mask with balance {balance!r} on {num_ranks} ranks is too large "
             "to make here: take fewer ranks or another balance"
         )
-    strategies = compare(mask, num_ranks, model, degree=degree, on_step=on_step)
-    chosen = next(x for x in strategies if x.name == balance)
-    assert chosen.degree is not None and chosen.backward_degree is not None
+    layouts = _layouts(mask, num_ranks, balance, model)
     forward = backward = fresh_plan(mask, *layouts, chosen.degree)
     if chosen.backward_degree != chosen.degree:
         backward = fresh_plan(mask, *layouts, chosen.backward_degree)
@@ -346,8 +345,7 @@ def _assess(
 ) -> Strategy:
     """The figures of a strategy with the degrees that `best_degree` would choose of these."""
     slowest: dict[bool, list[float]] = {False: [], True: []}
-    for degree in degrees:  # one plan at a time: they are large
-        plan = fresh_plan(mask, *layouts, degree)
+    for plan in fresh_plans(mask, *layouts, degrees):  # one at a time: they are large
         for backward, times in slowest.items():
             times.append(estimate(plan, model, backward=backward).slowest)
         scheme = scheme_of(name, plan, model)  # the same for every degree

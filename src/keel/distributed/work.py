@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,11 +16,14 @@ from keel.masks.mask import AttnMask
 Floats = NDArray[np.float64]
 
 
+@functools.lru_cache(maxsize=8)
 def tile_work(mask: AttnMask, unit: int) -> Floats:
     """(ceil(tq / unit),) tiles of unit x unit pairs that each unit of queries touches."""
     count = -(-mask.tq // unit)
     tile, lo, hi = _seen(mask.row_intervals(), np.arange(count + 1) * unit)
-    return _covered(tile, lo // unit, -(-hi // unit), count).astype(np.float64)
+    work = _covered(tile, lo // unit, -(-hi // unit), count).astype(np.float64)
+    work.flags.writeable = False  # all who ask get this one
+    return work
 
 
 def work_of_ranks(mask: AttnMask, layout: Layout, unit: int = 128) -> Floats:
