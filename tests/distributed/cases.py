@@ -23,6 +23,9 @@ from keel.distributed import (
     calc_attn,
     dispatch,
     flex_key,
+    group_cast,
+    group_reduce,
+    make_plan,
     roll,
     undispatch,
     varlen_key,
@@ -475,6 +478,57 @@ def die_on_rank_one(rank: int, when: str) -> str:
             os.environ["KEEL_CHECK_AGREEMENT"] = "never"
             tracker.reduce(group)
     except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def check_group_operations(rank: int) -> None:
+    """Attention the other way round: queries travel, keys stay, results come back and are merged.
+
+    Queries go to who holds keys that they see; sums of what was brought come back as well.
+    """
+    seen = masks.documents([0, 9, 30, 41], causal=True)
+    by_query = masks.from_dense(seen.to_dense().T)  # keys ask for the queries that see them
+    layout = key_of(Case(mask=seen), balance="scattered").q_layout
+    plan = make_plan(by_query, layout, layout, 1)
+    own, others = plan.stages_of(rank)
+    assert others.exchange is not None
+    made = Case(mask=seen, hq=2, hk=2, d=8, dtype=torch.float64).tensors()
+    key = flex_key(seen, balance=layout, degree=1)
+    q, k, v = (dispatch(made[n], key) for n in ("q", "k", "v"))
+    numbers = key.position_ids().double()[:, None]
+
+    def partial(q: torch.Tensor, mask: AttnMask) -> tuple[torch.Tensor, torch.Tensor]:
+        out, meta = flex_flash_attn_func(q, k, v, mask, backend="blocked")
+        return out, meta.lse
+
+    there = group_cast([q, numbers.expand(-1, 3)], others.exchange, dist.group.WORLD)
+    out, lse = partial(q, masks.from_dense(own.mask.to_dense().T))
+    more_q, more_numbers = there.wait()
+    found = partial(more_q, masks.from_dense(others.mask.to_dense().T))
+    back = group_reduce(found, others.exchange, dist.group.WORLD, op="softmax")
+    counted = group_reduce([more_numbers + 0.5], others.exchange, dist.group.WORLD)
+    back.add_to([out, lse])
+    totals = numbers.repeat(1, 3)
+    counted.add_to([totals])
+    want, meta = flex_flash_attn_func(*(made[n] for n in ("q", "k", "v")), seen, backend="blocked")
+    torch.testing.assert_close(out, dispatch(want, key), atol=1e-12, rtol=0)
+    torch.testing.assert_close(lse, dispatch(meta.lse, key), atol=1e-12, rtol=0)
+    readers = torch.zeros(41, dtype=torch.float64)
+    for other in range(layout.num_ranks):
+        seen_there = seen.to_dense()[:, torch.from_numpy(layout.tokens_of(other))].any(1)
+        seen_there[torch.from_numpy(layout.tokens_of(other))] = False
+        readers += seen_there
+    expected = numbers + dispatch(readers, key)[:, None] * (numbers + 0.5)
+    torch.testing.assert_close(totals, expected.expand(-1, 3))
+
+
+def message_of_a_stranger(rank: int) -> str:
+    """Rank 2 is not in the group."""
+    group = dist.new_group([0, 1])
+    try:
+        flex_key(masks.causal(40), group=group)
+    except ValueError as error:
         return str(error)
     return "no error"
 

@@ -53,6 +53,16 @@ def test_movement(num_ranks, balance):
     run_ranks(cases.check_movement, num_ranks, balance)
 
 
+def test_group_cast_and_group_reduce():
+    run_ranks(cases.check_group_operations, 3)
+
+
+def test_a_stranger_to_the_group_is_told():
+    assert run_ranks(cases.message_of_a_stranger, 3) == [
+        *("no error", "no error", "this process is not a member of the group")
+    ]
+
+
 def test_deferred_maxima_and_nan():
     run_ranks(cases.check_tracker, 2)
 

@@ -22,6 +22,8 @@ from keel.distributed import (
     dispatch,
     flex_key,
     get_position_ids,
+    group_cast,
+    group_reduce,
     make_plan,
     undispatch,
     varlen_key,
@@ -259,6 +261,27 @@ def test_calls_that_cannot_work(alone, monkeypatch):
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
     with pytest.raises(ValueError, match="needs CUDA tensors, but q is on cpu"):
         calc_attn(x, x, x, key)
+
+
+def test_group_operations_that_cannot_work(alone):
+    exchange = flex_key(masks.full(4), degree=0).forward_plan.stages_of(0)[0].exchange
+    world, x = dist.group.WORLD, torch.zeros(4, 2, 8)
+    for tensors, message in (
+        ([], "no tensors"),
+        ([x, x.double()], "one dtype"),
+        ([x, x[:3]], "4 rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            group_cast(tensors, exchange, world)
+    with pytest.raises(ValueError, match="and 4 rows, got"):
+        group_reduce([x[:3]], exchange, world)
+    with pytest.raises(ValueError, match="must be 'sum' or 'softmax', got 'mean'"):
+        group_reduce([x], exchange, world, op="mean")
+    with pytest.raises(ValueError, match=r"takes out \(rows, h, dv\) and lse \(rows, h\)"):
+        group_reduce([x, x], exchange, world, op="softmax")
+    reduce = group_reduce([x], exchange, world)
+    with pytest.raises(RuntimeError, match="view"):
+        reduce.add_to([torch.zeros(4, 8, 2).transpose(1, 2)])  # a copy would lose the sum
 
 
 def test_one_rank_alone_is_plain_attention(alone):

@@ -211,14 +211,14 @@ class Reduce(Flight):
         """Adds what arrives to the owners' rows (rows, ...), in the order of the ranks."""
         self.land()
         self.hold_caller()
-        self._add([_flat(x) for x in targets])
+        self._add([_view(x) for x in targets])
         self._release()
 
     def add_on_lane(self, targets: Sequence[Tensor]) -> None:
         """The same, for what is queued on the lane."""
         self.land()
         with self.lane.behind_caller():
-            self._add([_flat(x) for x in targets])
+            self._add([_view(x) for x in targets])
         self._mark = self.lane.mark()
 
     def _add(self, targets: Sequence[Tensor]) -> None:
@@ -240,6 +240,11 @@ class Reduce(Flight):
 def _flat(x: Tensor) -> Tensor:
     """(rows, columns), a view where x allows one; rows may be none."""
     return x.reshape(len(x), math.prod(x.shape[1:]))
+
+
+def _view(x: Tensor) -> Tensor:
+    """(rows, columns) to write to; an error if x would have to be copied for that."""
+    return x.view(len(x), math.prod(x.shape[1:]))
 
 
 def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
