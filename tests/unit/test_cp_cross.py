@@ -99,6 +99,15 @@ def test_keys_stay_with_their_only_reader() -> None:
     assert rows_received(mask, queries, keys).sum() == 0
 
 
+def test_rows_count_before_work() -> None:
+    """Of the first eight keys, one query on rank 0 reads seven, and 99 on rank 1 one."""
+    mask = AttnMask.from_ranges([(0, 1), (1, 100)], [(0, 7), (7, 8)], 0, 100, 16)
+    queries = Layout([0, 1], [1, 100], [0, 1], 2)
+    keys = near_readers(mask, queries, unit=8)
+    assert keys.ranks.tolist() == [0, 1]
+    assert rows_received(mask, queries, keys).tolist() == [0, 1]
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("num_ranks", [8, 64])
 def test_balance_and_traffic_of_documents(num_ranks: int, causal: bool) -> None:

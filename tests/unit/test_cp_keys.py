@@ -18,6 +18,7 @@ from keel.distributed import (
     CostModel,
     Layout,
     MaxLogitsTracker,
+    agreement,
     calc_attn,
     dispatch,
     flex_key,
@@ -151,6 +152,37 @@ def test_a_tracker_without_ranks_keeps_its_maxima():
     with pytest.raises(RuntimeError, match="no ranks to reduce over"):
         tracker.reduce()
     assert torch.equal(tracker.local()[0], torch.ones(2))
+
+
+class TwoRanks:
+    """Stands for a process group."""
+
+    def size(self) -> int:
+        return 2
+
+
+def test_when_ranks_compare(monkeypatch):
+    """Once for each combination; all is forgotten at once, so that ranks forget alike."""
+    asked = []
+    monkeypatch.setattr(agreement, "_compare", lambda *args: asked.append(args[2]))
+    monkeypatch.setattr(agreement, "MOST_REMEMBERED", 3)
+    group, other = TwoRanks(), TwoRanks()
+
+    def ask(number, group=group):
+        before = len(asked)
+        agreement.agree(group, {"mask": 1}, {"softcap": number}, None)
+        return len(asked) > before
+
+    assert [ask(n) for n in (0, 1, 0, 1, 2, 2)] == [True, True, False, False, True, False]
+    assert ask(0, other)  # another group
+    assert ask(3) and ask(0) and not ask(3)
+    monkeypatch.setenv("KEEL_CHECK_AGREEMENT", "always")
+    assert ask(3) and ask(3)
+    monkeypatch.setenv("KEEL_CHECK_AGREEMENT", "never")
+    assert not ask(77)
+    monkeypatch.setenv("KEEL_CHECK_AGREEMENT", "sometimes")
+    with pytest.raises(ValueError, match="must be 'first', 'always' or 'never', got 'sometimes'"):
+        ask(0)
 
 
 def test_layouts_survive_pickling():

@@ -47,8 +47,9 @@ def _assigned(score: Floats) -> Ints:
     share, extra = divmod(count, num_ranks)
     # The last unit may be short: a rank with one unit more than others makes up for it.
     owner = np.full(count, -1, np.int64)
-    owner[-1] = last = int(score[:, -1].argmax())
     demand = score.sum(1)
+    wanted = score[:, -1] == score[:, -1].max()
+    owner[-1] = last = int(np.where(wanted, demand, np.inf).argmin())
     demand[last] = np.inf
     room = np.full(num_ranks, share)
     room[np.argsort(-demand, kind="stable")[:extra]] += 1
