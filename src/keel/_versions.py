@@ -50,6 +50,19 @@ def outside_of_graphs(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def backend_of(group: Any, device: torch.device) -> str | None:
+    """Who moves tensors of a device in a group, as "nccl" or "gloo"; None: nobody can.
+
+    `get_backend` does not tell: a group that was made without a name of a backend has one for each
+    kind of device, and answers "undefined".
+    """
+    try:
+        name: str = group._get_backend(device).name()
+    except RuntimeError:
+        return None
+    return name.lower()
+
+
 def store_of_all_ranks() -> Any:
     """The store in which the processes of the default group met."""
     return torch.distributed.distributed_c10d._get_default_store()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from keel import flex_flash_attn_func, masks
+from keel._versions import backend_of
 from keel.distributed import (
     CostModel,
     Layout,
@@ -29,6 +30,7 @@ from keel.distributed import (
     undispatch,
     varlen_key,
 )
+from keel.distributed.comm import queues
 from keel.distributed.cost import best_degree, estimate, other_schemes, scheme_of
 from keel.distributed.layout import contiguous, zigzag
 
@@ -290,9 +292,26 @@ def test_calls_that_cannot_work(alone, monkeypatch):
         flex_key(masks.causal(20), group=init_device_mesh("cpu", (1, 1)))
     with pytest.raises(ValueError, match="x has 3 tokens in dim 1, but rank 0 holds 20"):
         undispatch(torch.zeros(20, 3), key, dim=1)
-    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
-    with pytest.raises(ValueError, match="needs CUDA tensors, but q is on cpu"):
+    monkeypatch.setattr("keel.distributed.attention.backend_of", lambda group, device: None)
+    with pytest.raises(ValueError, match="no backend for tensors on cpu, where q is"):
         calc_attn(x, x, x, key)
+
+
+def test_groups_whose_backend_has_no_name():
+    """As torchrun's users make them; torch then calls the backend "undefined"."""
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        cpu = torch.device("cpu")
+        assert backend_of(dist.group.WORLD, cpu) == "gloo"
+        assert not queues(dist.group.WORLD, cpu)
+        if not torch.cuda.is_available():
+            assert backend_of(dist.group.WORLD, torch.device("cuda")) is None
+        x = torch.randn(20, 1, 8, dtype=torch.bfloat16)
+        out, _ = calc_attn(x, x, x, flex_key(masks.causal(20)))
+        want, _ = flex_flash_attn_func(x, x, x, masks.causal(20), backend="blocked")
+        assert torch.equal(out, want)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_group_operations_that_cannot_work(alone):

@@ -94,7 +94,7 @@ def backend(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     lane = lanes.Lane(CPU, STREAMS)
     monkeypatch.setattr(comm, "lane_of", lambda device: lane)
     for module in (comm, hierarchy):
-        monkeypatch.setattr(module, "queues", lambda group: request.param == "queues")
+        monkeypatch.setattr(module, "queues", lambda group, device: request.param == "queues")
     if request.param == "staged":
         monkeypatch.setattr(comm, "_needs_staging", lambda rows, group: True)
         monkeypatch.setattr(comm, "_pinned", torch.empty_like)

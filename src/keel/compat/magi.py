@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from keel import attention, distributed
+from keel._versions import backend_of
 from keel.compat.magi_config import AttnOverlapMode as AttnOverlapMode
 from keel.compat.magi_config import BSDispatchAlg as BSDispatchAlg
 from keel.compat.magi_config import DispatchAlg as DispatchAlg
@@ -392,8 +393,8 @@ def flex_flash_attn_func(
 
 def get_position_ids(key: DistAttnRuntimeKey) -> Tensor:
     """(local queries,) int64 global numbers, on the GPU where the group's backend is NCCL."""
-    nccl = key.group is not None and dist.get_backend(key.group) == "nccl"
-    return key.position_ids("cuda" if nccl else "cpu")
+    on_gpu = key.group is not None and backend_of(key.group, torch.device("cuda")) == "nccl"
+    return key.position_ids("cuda" if on_gpu else "cpu")
 
 
 def get_most_recent_key(cp_group: dist.ProcessGroup) -> DistAttnRuntimeKey:

@@ -9,6 +9,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
+from keel._versions import backend_of
 from keel.distributed.failures import failure
 from keel.distributed.keys import AttnKey
 
@@ -60,7 +61,7 @@ def agree(
 def _compare(
     group: dist.ProcessGroup, numbers: dict[str, int], options: dict[str, object], source: object
 ) -> None:
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    device = "cuda" if backend_of(group, torch.device("cpu")) is None else "cpu"
     row = torch.zeros(WIDTH, dtype=torch.int64)
     row[: len(numbers) + 1] = torch.tensor([_number(tuple(numbers)), *numbers.values()])
     row = row.to(device)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from keel._versions import in_backward, outside_of_graphs
+from keel._versions import backend_of, in_backward, outside_of_graphs
 from keel.checks import check_qkv, check_scoring, check_sm_margin
 from keel.distributed.agreement import check_agreement
 from keel.distributed.comm import Cast, Reduce, queues
@@ -78,10 +78,10 @@ def calc_attn(
                 "dispatch(x, key) selects them"
             )
     check_qkv(q, k, v)
-    if not q.is_cuda and dist.get_backend(key.group) == "nccl":
+    if not q.is_cuda and backend_of(key.group, q.device) is None:
         raise ValueError(
-            f"the key's group talks NCCL, which needs CUDA tensors, but q is on {q.device}: move "
-            "it, or make the key with a gloo group"
+            f"the key's group has no backend for tensors on {q.device}, where q is: move it to a "
+            "GPU if the group talks NCCL, or make the key with a gloo group"
         )
     scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
     scoring = Scoring(scale=scale, softcap=float(softcap), sink=sink)
@@ -113,6 +113,7 @@ def calc_attn(
         want_max=maxima != "none",
         reduce_max=maxima == "returned",
         keep_keys=key.keep_remote_keys and training,
+        device=q.device,
     )
     out, lse, top = _CalcAttn.apply(q, k, v, sink, call)
     if defer_max_logits is not None and not in_backward():
@@ -132,6 +133,7 @@ class _Call:
     want_max: bool
     reduce_max: bool
     keep_keys: bool
+    device: torch.device
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -148,7 +150,7 @@ class _Call:
         One, except where they have two steps and the host must wait to begin the second: then
         one in each step, so that both travel while something is computed.
         """
-        return 1 if self.key.links is None or queues(self.group) else 2
+        return 1 if self.key.links is None or queues(self.group, self.device) else 2
 
     def cast(self, plan: Plan, stage: int, rows: list[Tensor], what: str) -> Cast | RoutedCast:
         exchange, route = self._ways(plan, stage)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from keel._versions import backend_of
 from keel.distributed.failures import failure
 from keel.distributed.lanes import Lane, lane_of
 from keel.distributed.plan import Exchange
@@ -30,9 +31,9 @@ Tensor = torch.Tensor
 logger = logging.getLogger("keel")
 
 
-def queues(group: dist.ProcessGroup) -> bool:
+def queues(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether waiting for a collective of the group makes a stream wait, and not the host."""
-    return dist.get_backend(group) != "gloo"
+    return device.type != "cpu" and backend_of(group, device) != "gloo"
 
 
 class AllToAll:
@@ -61,7 +62,7 @@ class AllToAll:
         if self._staged:
             sent.copy_(self._rows, non_blocking=True)
             lane.mark().synchronize()
-        if not queues(self._group):  # gloo knows few dtypes
+        if not queues(self._group, self._rows.device):  # gloo knows few dtypes
             received, sent = received.view(torch.uint8), sent.view(torch.uint8)
         self._work = dist.all_to_all_single(
             received, sent, *self._counts, group=self._group, async_op=True
@@ -77,7 +78,7 @@ class AllToAll:
 
 
 def _needs_staging(rows: Tensor, group: dist.ProcessGroup) -> bool:
-    return rows.is_cuda and not queues(group)  # gloo crashes on CUDA tensors
+    return rows.is_cuda and not queues(group, rows.device)  # gloo crashes on CUDA tensors
 
 
 def _pinned(like: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ class Flight:
         with self.lane.behind_caller():
             self._pack(self._sent.split(self.widths, 1))
             self._transfer.start(self.lane)
-        if queues(group):
+        if queues(group, self._sent.device):
             self.land()
 
     def _pack(self, parts: Sequence[Tensor]) -> None:

@@ -108,14 +108,14 @@ def _moved(
     return moved.movedim(0, dim)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=8)
 def _of_all(layout: Layout, rank: int) -> Exchange:
     """All tokens to all ranks."""
     everything = [(to, 0, layout.total) for to in range(layout.num_ranks)]
     return _exchange(everything, layout, rank)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=8)
 def _of_rolled(layout: Layout, rank: int, shift: int) -> Exchange:
     """To each rank the tokens `shift` before its own, in the order of the axis."""
     wanted = []

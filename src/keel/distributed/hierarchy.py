@@ -137,7 +137,7 @@ class RoutedCast:
         self._tensors, self._route, self._links, self._what = tensors, route, links, what
         self._outside = Cast(tensors, route.between, links.between, f"{what}, between nodes")
         self._inside: Cast | None = None
-        if queues(links.between):
+        if queues(links.between, tensors[0].device):
             self.pass_on()
 
     def pass_on(self) -> None:
@@ -167,7 +167,7 @@ class RoutedReduce:
         self._tensors, self._route, self._links, self._what = tensors, route, links, what
         self._inside = Reduce(tensors, route.inside, links.inside, f"{what}, inside the node")
         self._outside: Reduce | None = None
-        if queues(links.inside):
+        if queues(links.inside, tensors[0].device):
             self.pass_on()
 
     def pass_on(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from keel._versions import backend_of
 from keel.distributed.agreement import agree
 from keel.distributed.failures import failure
 
@@ -33,7 +34,7 @@ def start_maximum(top: torch.Tensor, group: dist.ProcessGroup) -> PendingMaximum
     """
     bad = top.isnan()
     packed = torch.stack([top.masked_fill(bad, -torch.inf), bad.to(top.dtype)])
-    if dist.get_backend(group) == "gloo":
+    if backend_of(group, packed.device) in ("gloo", None):
         packed = packed.cpu()
     work = dist.all_reduce(packed, dist.ReduceOp.MAX, group=group, async_op=True)
     return PendingMaximum(work, packed, top.device, group)
