@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -30,3 +32,42 @@ def runs_plainly(*tensors: torch.Tensor) -> bool:
 def flat_group(mesh: Any) -> Any:
     """The group of all ranks of a device mesh, in its row-major order; flattening is private."""
     return mesh._flatten().get_group() if mesh.ndim > 1 else mesh.get_group()
+
+
+def outside_of_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """torch.compiler.disable, a clean break of a traced graph, where somebody imported dynamo."""
+    disabled: list[Callable[P, R]] = []
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
+
+
+def backend_of(group: Any, device: torch.device) -> str | None:
+    """Who moves tensors of a device in a group, as "nccl" or "gloo"; None: nobody can.
+
+    `get_backend` does not tell: a group that was made without a name of a backend has one for each
+    kind of device, and answers "undefined".
+    """
+    try:
+        name: str = group._get_backend(device).name()
+    except RuntimeError:
+        return None
+    return name.lower()
+
+
+def store_of_all_ranks() -> Any:
+    """The store in which the processes of the default group met."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread: forwards are then recomputations."""
+    return torch._C._current_graph_task_id() != -1

@@ -5,19 +5,27 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from keel import flex_flash_attn_func, masks
 from keel.distributed import (
     AttnKey,
+    CostModel,
+    Layout,
     MaxLogitsTracker,
     calc_attn,
     dispatch,
     flex_key,
+    group_cast,
+    group_reduce,
+    make_plan,
     roll,
     undispatch,
     varlen_key,
@@ -86,10 +94,46 @@ def every_mask() -> dict[str, Case]:
     return cases
 
 
+FREE = CostModel(gb_per_s=1e9, latency_us=0.0)
+"""Links that cost nothing: else the solver would leave few tokens in order."""
+BALANCES = ("contiguous", "zigzag", "solver", "one rank", "scattered")
+DEGREES = (0, 1, 2, 3, 4)
+
+
+def layout_of(balance: str, total: int, num_ranks: int) -> Any:
+    """A name that keys know; or a layout: all on the last rank, or pieces anywhere."""
+    if balance == "one rank":
+        return Layout([0], [total], [num_ranks - 1], num_ranks)
+    if balance == "scattered":
+        random = np.random.default_rng(total)
+        bounds = np.unique(np.append(random.integers(0, total + 1, 9), [0, total]))
+        ranks = random.integers(0, num_ranks, len(bounds) - 1)
+        return Layout(bounds[:-1], bounds[1:], ranks, num_ranks)
+    return balance
+
+
 def key_of(case: Case, **options: Any) -> AttnKey:
+    num_ranks = dist.get_world_size()
+    balance, k_balance = (options.pop(n, "solver") for n in ("balance", "k_balance"))
+    options = {"cost": FREE, **options}
+    options["balance"] = layout_of(balance, case.mask.tq, num_ranks)
     if case.mask.tq != case.mask.tk:
-        options["k_balance"] = "zigzag"
+        options["k_balance"] = layout_of(k_balance, case.mask.tk, num_ranks)
     return flex_key(case.mask, **options)
+
+
+def scheduled(number: int, turn: int) -> dict[str, Any]:
+    """Options of a key for mask `number`; 25 masks in a row meet every degree on every balance."""
+    degree = DEGREES[(number + turn) % 5]
+    options: dict[str, Any] = {
+        "degree": degree,
+        "balance": BALANCES[(number // 5 + 2 * turn) % 5],
+        "k_balance": BALANCES[(number + 3 * turn) % 5],
+        "backward_degree": DEGREES[(number // 3 + turn) % 5],
+    }
+    if number % 4 == turn % 4:
+        options |= {"backward_degree": degree, "keep_remote_keys": True}
+    return options
 
 
 def spread(case: Case, backend: str = "blocked", **options: Any) -> dict[str, torch.Tensor]:
@@ -138,30 +182,36 @@ def largest_difference(got: dict[str, torch.Tensor], want: dict[str, torch.Tenso
     return worst
 
 
-def check_every_mask(rank: int, options: dict[str, Any]) -> dict[str, float]:
-    return {
-        name: largest_difference(spread(case, **options), run_case(case, backend="blocked"))
-        for name, case in every_mask().items()
-    }
+def check_every_mask(rank: int, turn: int, **options: Any) -> dict[str, tuple[int, str, float]]:
+    """(degree, balance, largest difference) of every mask, by the schedule."""
+    found = {}
+    for number, (name, case) in enumerate(every_mask().items()):
+        chosen = scheduled(number, turn)
+        got = spread(case, **{**chosen, **options})
+        worst = largest_difference(got, run_case(case, backend="blocked"))
+        found[name] = (chosen["degree"], chosen["balance"], worst)
+    return found
 
 
-def check_nodes(rank: int, nodes: int, per_node: int, degree: int) -> dict[str, float]:
+def check_nodes(
+    rank: int, turn: int, nodes: int, per_node: int
+) -> dict[str, tuple[int, str, float]]:
     mesh = init_device_mesh("cpu", (nodes, per_node), mesh_dim_names=("node", "place"))
-    return check_every_mask(rank, {"group": mesh, "degree": degree, "balance": "zigzag"})
+    return check_every_mask(rank, turn, group=mesh)
 
 
 def check_by_the_rule(
     rank: int,
     dtype: torch.dtype,
-    options: dict[str, Any],
+    turn: int,
     device: str = "cpu",
     backend: str = "blocked",
 ) -> list[str]:
-    """What breaks the tolerance rule, over all masks."""
+    """What breaks the tolerance rule, over all masks, by the schedule."""
     broken = []
-    for name, case in every_mask().items():
+    for number, (name, case) in enumerate(every_mask().items()):
         rounded = replace(case, dtype=dtype, device=device)
-        found = judge(rounded, spread(rounded, backend, **options))
+        found = judge(rounded, spread(rounded, backend, **scheduled(number, turn)))
         broken += [f"{name} {comparison}" for comparison in found if not comparison.ok]
     return broken
 
@@ -219,43 +269,101 @@ def check_tracker(rank: int) -> None:
     assert tops[1].isnan().tolist() == [False, True]
 
 
-def check_overlap(rank: int) -> tuple[list[tuple[str, int, float]], int]:
-    """(start and end of each stage's journey and computation, most stages alive at once)."""
-    events: list[tuple[str, int, float]] = []
-    alive, most = 0, 0
+DELAY, WORK = 0.08, 0.16
+"""Seconds that a journey and the computation of a stage take at least."""
 
-    class Slow(Cast):
-        def __init__(self, *args: Any) -> None:
-            nonlocal alive, most
-            alive += 1
-            most = max(most, alive)
-            self.number = len([e for e in events if e[0] == "sent"]) + 1
-            events.append(("sent", self.number, time.monotonic()))
-            super().__init__(*args)
 
-        def wait(self) -> list[torch.Tensor]:
-            nonlocal alive
-            events.append(("wanted", self.number, time.monotonic()))
-            found = super().wait()
-            events.append(("there", self.number, time.monotonic()))
+class Timeline:
+    """When things happen on this rank: (what, number of its kind) -> seconds."""
+
+    def __init__(self) -> None:
+        self.at: dict[tuple[str, int], float] = {}
+        self._count: dict[str, int] = {}
+
+    def note(self, what: str, number: int | None = None) -> int:
+        number = self._count.get(what, 0) if number is None else number
+        self._count[what] = number + 1
+        self.at[what, number] = time.monotonic()
+        return number
+
+
+class SlowWork:
+    """A collective that takes at least DELAY from its start on."""
+
+    def __init__(self, work: Any, timeline: Timeline, where: str) -> None:
+        self._work, self._timeline, self._where = work, timeline, where
+        self._number = timeline.note(f"{where} starts")
+        self._begun = time.monotonic()
+
+    def wait(self) -> None:
+        self._timeline.note(f"{self._where} wanted", self._number)
+        time.sleep(max(0.0, self._begun + DELAY - time.monotonic()))
+        self._work.wait()
+        self._timeline.note(f"{self._where} there", self._number)
+
+
+def watch(timeline: Timeline, links: dict[Any, str]) -> None:
+    """Slows down all-to-alls and attention in this process, and notes when they happen."""
+    all_to_all, forward = dist.all_to_all_single, cp_attention.accumulate_
+    backward = cp_attention.partial_gradients
+
+    def slow(*args: Any, group: Any, **options: Any) -> SlowWork:
+        return SlowWork(all_to_all(*args, group=group, **options), timeline, links[group])
+
+    def timed(real: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            number = timeline.note("computing")
+            time.sleep(WORK)
+            found = real(*args, **options)
+            timeline.note("computed", number)
             return found
 
-    real = cp_attention.accumulate_
+        return call
 
-    def accumulate(*args: Any, **kwargs: Any) -> None:
-        nonlocal alive
-        stage = len([e for e in events if e[0] == "computed"])
-        events.append(("computing", stage, time.monotonic()))
-        time.sleep(0.05)
-        real(*args, **kwargs)
-        events.append(("computed", stage, time.monotonic()))
-        alive -= stage > 0
+    dist.all_to_all_single = slow
+    cp_attention.accumulate_ = timed(forward)
+    cp_attention.partial_gradients = timed(backward)
 
-    cp_attention.Cast, cp_attention.accumulate_ = Slow, accumulate  # type: ignore[misc]
-    key = flex_key(masks.full(64), degree=3, balance="contiguous")
-    x = torch.randn(16, 1, 8, dtype=torch.float64)
-    calc_attn(x, x, x, key)
-    return events, most
+
+def check_overlap(rank: int, nodes: int) -> list[dict[tuple[str, int], float]]:
+    """Timelines of a forward and of a backward, with three stages of remote keys."""
+    mesh, links = None, {dist.group.WORLD: "all"}
+    if nodes > 1:
+        mesh = init_device_mesh("cpu", (nodes, 4 // nodes), mesh_dim_names=("node", "place"))
+        links = {mesh.get_group(0): "between", mesh.get_group(1): "inside"}
+    key = flex_key(masks.full(64), group=mesh, degree=3, balance="contiguous")
+    x = torch.randn(16, 1, 8, dtype=torch.float64, requires_grad=True)
+    calc_attn(x, x, x, key)  # agreement, connections
+    dist.barrier()
+    timelines = [Timeline(), Timeline()]
+    watch(timelines[0], links)
+    out, _ = calc_attn(x, x, x, key)
+    dist.barrier()
+    watch(timelines[1], links)
+    out.sum().backward()
+    return [timeline.at for timeline in timelines]
+
+
+def most_stages_alive(rank: int) -> list[int]:
+    """Most buffers for keys of others that live at the same time, forward and backward."""
+    buffers: list[StorageWeakRef] = []
+    most = [0, 0]
+    real, way = Cast.__init__, 0
+
+    def begin(self: Cast, *args: Any) -> None:
+        real(self, *args)
+        assert self._index.order is None  # else rows have a second buffer
+        buffers.append(StorageWeakRef(self._transfer.received.untyped_storage()))
+        most[way] = max(most[way], sum(not x.expired() for x in buffers))
+
+    Cast.__init__ = begin  # type: ignore[method-assign]
+    key = flex_key(masks.full(64), degree=4, balance="contiguous")
+    x = torch.randn(key.num_local, 1, 8, requires_grad=True)
+    out, _ = calc_attn(x, x, x, key)
+    way = 1
+    out.sum().backward()
+    assert len(buffers) == 8 and all(x.expired() for x in buffers)
+    return most
 
 
 def check_two_calls_at_once(rank: int) -> None:
@@ -277,16 +385,43 @@ def check_two_calls_at_once(rank: int) -> None:
 
 
 def message_of_disagreement(rank: int, what: str) -> str:
-    mask = masks.causal(40 if what != "mask" or rank != 1 else 41)
+    """Rank 1 differs in one thing."""
+    odd = rank == 1
+    mask = masks.causal(41 if odd and what == "mask" else 40)
     options: dict[str, Any] = {"balance": "contiguous"}
-    if what == "degree" and rank == 1:
+    if what == "degree" and odd:
         options["degree"] = 3
-    if what == "layout" and rank == 1:
+    if what == "layout" and odd:
         options["balance"] = "zigzag"
+    if what == "keep_remote_keys" and odd:
+        options["keep_remote_keys"] = True
     key = flex_key(mask, **options)
-    x = torch.zeros(key.num_local, 1, 8)
+    heads = 2 if odd and what == "heads" else 1
+    dtype = torch.float64 if odd and what == "dtype" else torch.float32
+    x = torch.zeros(key.num_local, heads, 8, dtype=dtype)
+    call: dict[str, Any] = {}
+    if what == "return_max_logits":
+        call["return_max_logits"] = odd
+    if what == "defer_max_logits":
+        call = {"defer_max_logits": MaxLogitsTracker()} if odd else {"return_max_logits": True}
+    if what == "sink" and odd:
+        call["sink"] = torch.zeros(1)
+    if what == "softmax_scale" and odd:
+        call["softmax_scale"] = 0.5
+    if what == "gradients":
+        x.requires_grad_(odd)
     try:
-        calc_attn(x, x, x, key)
+        if what == "tracker":
+            tracker = MaxLogitsTracker()
+            for _ in range(2 if odd else 1):
+                tracker.add(torch.zeros(3))
+            tracker.reduce()
+        elif what == "shift":
+            roll(x, 2 if odd else 1, key)
+        elif what == "call" and odd:
+            undispatch(x, key)
+        else:
+            calc_attn(x, x, x, key, **call)
     except ValueError as error:
         return str(error)
     return "no error"
@@ -306,15 +441,94 @@ def message_of_an_old_key(rank: int) -> str:
     return "no error"
 
 
-def die_on_rank_one(rank: int) -> str:
-    key = flex_key(masks.full(40), balance="contiguous")
+def message_of_a_late_change(rank: int) -> str:
+    """Rank 1 alone asks for max logits, where all have agreed on a call without."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    key = flex_key(masks.full(40), balance="contiguous", group=group)
     x = torch.randn(key.num_local, 1, 8)
     calc_attn(x, x, x, key)
-    if rank == 1:
-        return "left"
     try:
+        calc_attn(x, x, x, key, return_max_logits=rank == 1)
         calc_attn(x, x, x, key)
     except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def die_on_rank_one(rank: int, when: str) -> str:
+    """What the others hear when rank 1 leaves before a forward, a backward, ..., or hangs."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    key = flex_key(masks.full(40), balance="contiguous", group=group)
+    x = torch.randn(key.num_local, 1, 8, requires_grad=True)
+    out, meta = calc_attn(x, x, x, key, return_max_logits=True)
+    assert meta.max_logits is not None
+    if rank == 1:
+        time.sleep(6.0 if when == "hang" else 0.0)
+        return "left"
+    try:
+        if when in ("forward", "hang"):
+            calc_attn(x, x, x, key, return_max_logits=True)
+        elif when == "backward":
+            out.sum().backward()
+        elif when == "agreement":
+            calc_attn(x, x, x, key, softcap=1.0)
+        else:
+            tracker = MaxLogitsTracker()
+            tracker.add(meta.max_logits)
+            os.environ["KEEL_CHECK_AGREEMENT"] = "never"
+            tracker.reduce(group)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def check_group_operations(rank: int) -> None:
+    """Attention the other way round: queries travel, keys stay, results come back and are merged.
+
+    Queries go to who holds keys that they see; sums of what was brought come back as well.
+    """
+    seen = masks.documents([0, 9, 30, 41], causal=True)
+    by_query = masks.from_dense(seen.to_dense().T)  # keys ask for the queries that see them
+    layout = key_of(Case(mask=seen), balance="scattered").q_layout
+    plan = make_plan(by_query, layout, layout, 1)
+    own, others = plan.stages_of(rank)
+    assert others.exchange is not None
+    made = Case(mask=seen, hq=2, hk=2, d=8, dtype=torch.float64).tensors()
+    key = flex_key(seen, balance=layout, degree=1)
+    q, k, v = (dispatch(made[n], key) for n in ("q", "k", "v"))
+    numbers = key.position_ids().double()[:, None]
+
+    def partial(q: torch.Tensor, mask: AttnMask) -> tuple[torch.Tensor, torch.Tensor]:
+        out, meta = flex_flash_attn_func(q, k, v, mask, backend="blocked")
+        return out, meta.lse
+
+    there = group_cast([q, numbers.expand(-1, 3)], others.exchange, dist.group.WORLD)
+    out, lse = partial(q, masks.from_dense(own.mask.to_dense().T))
+    more_q, more_numbers = there.wait()
+    found = partial(more_q, masks.from_dense(others.mask.to_dense().T))
+    back = group_reduce(found, others.exchange, dist.group.WORLD, op="softmax")
+    counted = group_reduce([more_numbers + 0.5], others.exchange, dist.group.WORLD)
+    back.add_to([out, lse])
+    totals = numbers.repeat(1, 3)
+    counted.add_to([totals])
+    want, meta = flex_flash_attn_func(*(made[n] for n in ("q", "k", "v")), seen, backend="blocked")
+    torch.testing.assert_close(out, dispatch(want, key), atol=1e-12, rtol=0)
+    torch.testing.assert_close(lse, dispatch(meta.lse, key), atol=1e-12, rtol=0)
+    readers = torch.zeros(41, dtype=torch.float64)
+    for other in range(layout.num_ranks):
+        seen_there = seen.to_dense()[:, torch.from_numpy(layout.tokens_of(other))].any(1)
+        seen_there[torch.from_numpy(layout.tokens_of(other))] = False
+        readers += seen_there
+    expected = numbers + dispatch(readers, key)[:, None] * (numbers + 0.5)
+    torch.testing.assert_close(totals, expected.expand(-1, 3))
+
+
+def message_of_a_stranger(rank: int) -> str:
+    """Rank 2 is not in the group."""
+    group = dist.new_group([0, 1])
+    try:
+        flex_key(masks.causal(40), group=group)
+    except ValueError as error:
         return str(error)
     return "no error"
 

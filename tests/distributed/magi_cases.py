@@ -29,6 +29,7 @@ from keel.compat.magi import (
     make_flex_key_for_new_mask_after_dispatch,
     make_varlen_key_for_new_mask_after_dispatch,
     roll,
+    roll_simple,
     undispatch,
 )
 from keel.masks import AttnMask
@@ -204,6 +205,7 @@ def movement(rank: int) -> None:
     assert (get_position_ids(key).diff() > 1).any()  # they were permuted
     for shift in (1, -1, 40):
         assert torch.equal(roll(local, shift, 0, key), dispatch(x.roll(shift, 0), key)), shift
+        assert torch.equal(roll_simple(local, shift, 0, key), roll(local, shift, 0, key))
     turned = local.T.contiguous()
     assert torch.equal(roll(turned, 1, 1, key), dispatch(x.roll(1, 0), key).T)
 

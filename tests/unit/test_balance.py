@@ -113,15 +113,20 @@ def test_never_less_balanced_than_in_order(mask: AttnMask, num_ranks: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "most_rows"), [(8, 170e3), (16, 700e3), (32, 2.7e6), (64, 10.6e6)]
+    ("num_ranks", "most_rows"),
+    [(8, 170e3), (16, 700e3), (32, 2.7e6), (64, 10.6e6), (128, 42e6)],
 )
 def test_long_documents(num_ranks: int, most_rows: float) -> None:
     """What was reached; the bar is 182e3, 788e3, 3.25e6 and 13.0e6: half of a plain heap's rows."""
     check_bars(lognormal_documents(PER_RANK * num_ranks), num_ranks, most_rows)
 
 
-def test_many_short_documents() -> None:
-    check_bars(thousand_documents(PER_RANK * 64), 64, 141e3)
+@pytest.mark.parametrize(
+    ("num_ranks", "most_rows"), [(8, 600), (16, 7600), (32, 22e3), (64, 85e3), (128, 350e3)]
+)
+def test_many_short_documents(num_ranks: int, most_rows: float) -> None:
+    """What was reached; the bar at 64 ranks is 141e3."""
+    check_bars(thousand_documents(PER_RANK * num_ranks), num_ranks, most_rows)
 
 
 def test_few_units_a_rank() -> None:
@@ -179,6 +184,7 @@ def test_more_ranks_than_units_leaves_ranks_empty() -> None:
 def test_a_million_tokens_are_dealt_in_a_moment(mask: AttnMask) -> None:
     times = []
     for _ in range(3):
+        tile_work.cache_clear()
         start = time.perf_counter()
         balanced(AttnMask(mask.array, *mask.shape), 64)
         times.append(time.perf_counter() - start)
@@ -186,11 +192,11 @@ def test_a_million_tokens_are_dealt_in_a_moment(mask: AttnMask) -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="as many queries as keys"):
+    with pytest.raises(ValueError, match="say with keys_of where they are"):
         balanced(masks.full(4, 8), 2)
     with pytest.raises(ValueError, match="must be positive"):
         balanced(masks.full(4), 0)
     with pytest.raises(ValueError, match="must be positive"):
         balanced(masks.full(4), 2, unit=0)
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError, match=r"layouts of \(5, 5\) tokens do not fit"):
         rows_received(masks.full(4), contiguous(5, 2))

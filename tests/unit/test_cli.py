@@ -427,11 +427,13 @@ def test_plan_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 2 and "too large to make here" in _plain(result.output)
 
 
-@pytest.mark.parametrize("documents", ["16777216", "15993x1049,559", "9000000,2000x3000,1777216"])
+@pytest.mark.parametrize(
+    "documents", ["16777216", "15993x1049,559", "9000000,2000x3000,1777216", "1048576x16"]
+)
 def test_plan_over_a_thousand_ranks_takes_seconds(documents: str) -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()  # of one core, whatever else the machine does
     result = keel_command("plan", "--documents", documents, "--causal", "--ranks", "1024")
-    assert time.perf_counter() - begin < 10
+    assert time.process_time() - begin < 10
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines()]
     ranks = [line[0] for line in lines if len(line) == 12 and line[0].isdigit()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -29,9 +29,17 @@ SIGNATURES = {
     "key_for_dispatch, num_heads_q=None, num_heads_kv=None, head_dim=None, dist_attn_config=None",
     "make_varlen_key_for_new_mask_after_dispatch": "cu_seqlens_q, cu_seqlens_k, key_for_dispatch, "
     "causal=False, window_size=(-1, -1), dist_attn_config=None",
+    "magi_attn_flex_dispatch": "x, q_ranges, k_ranges, attn_mask_type, total_seqlen_q, "
+    "total_seqlen_k, num_heads_q, num_heads_kv, head_dim, pad_size, cp_group_or_mesh, "
+    "dist_attn_config=DistAttnConfig(), is_same_source=True, is_q_permutable=True, "
+    "is_k_permutable=True, chunk_size=None",
+    "magi_attn_varlen_dispatch": "x, cu_seqlens_q, cu_seqlens_k, num_heads_q, num_heads_kv, "
+    "head_dim, pad_size, cp_group_or_mesh, causal=False, window_size=(-1, -1), "
+    "dist_attn_config=DistAttnConfig(), chunk_size=None",
     "dispatch": "x, key, pad_value=0.0",
     "undispatch": "x, key, is_partial_grad=False",
     "roll": "x, shift, dim, key",
+    "roll_simple": "x, shift, dim, key",
     "calc_attn": "q, k, v, key, sink=None, softmax_scale=None, softcap=0.0, "
     "return_max_logits=False",
     "flex_flash_attn_func": "q, k, v, q_ranges=None, k_ranges=None, attn_type_map=None",
@@ -40,13 +48,37 @@ SIGNATURES = {
     "clear_cache": "cp_group=None",
     "compute_pad_size": "total_seqlen_q, cp_size, chunk_size",
     "squash_batch_dim": "x",
+    "infer_varlen_mask_from_batch": "batch_size, seq_len, device='cuda'",
+    "pad_at_dim": "x, dim, pad_size, value=0.0, side='right'",
+    "unpad_at_dim": "x, dim, pad_size",
+    "apply_padding": "q_ranges, k_ranges, attn_mask_type, total_seqlen, pad_size",
+    "DistAttnRuntimeDictManager": "max_size_per_group",
     "infer_attn_mask_from_sliding_window": "q_range, k_range, window_size",
     "infer_attn_mask_from_cu_seqlens": "cu_seqlens_q, cu_seqlens_k, causal=False, "
     "window_size=(-1, -1), global_window_size=0",
 }
 """The original's parameters, as far as they may be passed by position."""
 
+NAMES = (
+    *("magi_attn_varlen_key", "magi_attn_varlen_dispatch", "magi_attn_flex_key"),
+    *("magi_attn_flex_dispatch", "dispatch", "undispatch", "roll", "roll_simple", "calc_attn"),
+    *("clear_cache", "get_most_recent_key", "get_position_ids", "flex_flash_attn_func"),
+    *("make_varlen_key_for_new_mask_after_dispatch", "make_flex_key_for_new_mask_after_dispatch"),
+    *("compute_pad_size", "squash_batch_dim", "infer_varlen_mask_from_batch"),
+    *("infer_attn_mask_from_sliding_window", "infer_attn_mask_from_cu_seqlens"),
+    *("AttnForwardMeta", "AttnMaskType", "AttnOverlapMode", "AttnRanges", "DistAttnRuntimeKey"),
+    *("GeneralAttnMaskType", "DistAttnConfig", "DispatchConfig", "OverlapConfig", "GrpCollConfig"),
+    *("DispatchAlg", "MinHeapDispatchAlg", "ToppHeapDispatchAlg", "SequentialDispatchAlg"),
+    *("SortedSequentialSelectAlg", "LBDispatchAlg", "DPDispatchAlg", "BSDispatchAlg"),
+    *("OverlapAlg", "UniformOverlapAlg", "GreedyOverlapAlg"),
+    *("DistAttnRuntimeDictManager", "dist_attn_runtime_dict_mgr"),
+)
+"""All that `magi_attention.api` exports."""
+
 FIELDS = {
+    "ToppHeapDispatchAlg": {"top_p": 0.0},
+    "SortedSequentialSelectAlg": {"allocation_ratio": 1.0},
+    "UniformOverlapAlg": {"random_costs": False, "random_seed": None},
     "DispatchConfig": {"chunk_size": None, "uneven_shard": False, "alg": magi.MinHeapDispatchAlg()},
     "OverlapConfig": {
         "mode": magi.AttnOverlapMode.STATIC,
@@ -159,6 +191,15 @@ def test_fields(name):
     assert {x.name: x.default for x in fields(getattr(magi, name))} == FIELDS[name]
 
 
+def test_every_name_is_there():
+    assert [name for name in NAMES if not hasattr(magi, name)] == []
+    for name in NAMES:
+        kind = getattr(magi, name)
+        if name.endswith("Alg") and isinstance(kind, type):
+            base = magi.OverlapAlg if "Overlap" in name else magi.DispatchAlg
+            assert issubclass(kind, base) and kind() == kind()
+
+
 def test_types_are_those_of_keel():
     assert magi.DistAttnRuntimeKey is AttnKey
     for name in ("AttnRange", "AttnRanges", "AttnMaskType", "AttnForwardMeta"):
@@ -196,13 +237,13 @@ def test_layouts(planned):
         ({"config": sequential}, "contiguous", None),
         ({"is_q_permutable": False}, "contiguous", None),
         ({"is_k_permutable": False}, "contiguous", None),
-        ({"is_same_source": False}, "solver", "contiguous"),
+        ({"is_same_source": False}, "solver", "solver"),
         ({"is_same_source": False, "is_k_permutable": False}, "solver", "contiguous"),
-        ({"is_same_source": False, "is_q_permutable": False}, "contiguous", "contiguous"),
+        ({"is_same_source": False, "is_q_permutable": False}, "contiguous", "solver"),
     ):
         make_key(**options)
         assert (planned[-1]["balance"], planned[-1]["k_balance"]) == (q, k), options
-    cross = make_key(tk=96, is_same_source=False)
+    cross = make_key(tk=96, is_same_source=False, is_k_permutable=False)
     assert cross.k_layout == layout.contiguous(96, 4) and cross.num_local_keys == 24
     with pytest.raises(ValueError, match="different tokens"):
         make_key(tk=96)
@@ -264,6 +305,12 @@ class Strange:
             "INFO",
         ),
         ({"config": magi.DistAttnConfig(magi.DispatchConfig(alg=Strange()))}, ["alg"], "WARNING"),
+        (
+            {"config": magi.DistAttnConfig(magi.DispatchConfig(alg=magi.DPDispatchAlg()))},
+            ["alg"],
+            "WARNING",
+        ),
+        ({"config": overlapping(alg=magi.GreedyOverlapAlg())}, ["alg"], "WARNING"),
         (
             {"config": overlapping(min_chunk_size=256, max_num_chunks=9, alg=Strange())},
             ["min_chunk_size", "max_num_chunks", "alg"],
@@ -348,6 +395,108 @@ def test_dispatch_and_positions(planned, caplog):
             local = magi.dispatch(x, key, pad_value=-100)
     assert torch.equal(local, magi.get_position_ids(key))
     assert named(caplog) == ["pad_value"]
+
+
+def test_keys_and_rows_in_one_call(planned):
+    x, bounds = torch.arange(64), torch.tensor([0, 10, 64])
+    ranges = AttnRanges.from_ranges([(0, 64)]), AttnRanges.from_ranges([(0, 64)])
+    rows, key = magi.magi_attn_flex_dispatch(
+        x,
+        *ranges,
+        "causal",
+        64,
+        64,
+        8,
+        2,
+        16,
+        0,
+        None,
+        overlapping(degree=3),
+        is_q_permutable=False,
+    )
+    assert key == make_key(config=overlapping(degree=3), is_q_permutable=False)
+    assert torch.equal(rows, magi.get_position_ids(key)) and planned[0]["balance"] == "contiguous"
+    rows, key = magi.magi_attn_varlen_dispatch(
+        x, bounds, bounds, 8, 2, 16, 0, None, False, (4, 1), overlapping(degree=2)
+    )
+    same = magi.magi_attn_varlen_key(
+        bounds, bounds, 8, 2, 16, 0, None, False, (4, 1), overlapping(degree=2)
+    )
+    assert key == same and torch.equal(rows, magi.get_position_ids(key))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -3])
+def test_padding_of_tensors(dim):
+    x = torch.arange(1.0, 25).view(2, 3, 4)
+    more = magi.pad_at_dim(x, dim, 2, value=-1.0)
+    assert more.shape[dim] == x.shape[dim] + 2
+    assert torch.equal(more.narrow(dim, 0, x.shape[dim]), x)
+    assert (more.narrow(dim, x.shape[dim], 2) == -1).all()
+    assert torch.equal(magi.unpad_at_dim(more, dim, 2), x)
+    before = magi.pad_at_dim(x, dim, 2, side="left")
+    assert torch.equal(before.narrow(dim, 2, x.shape[dim]), x)
+    assert (before.narrow(dim, 0, 2) == 0).all()
+    assert torch.equal(magi.pad_at_dim(x, dim, 0), x)
+
+
+def test_padding_that_cannot_be():
+    x = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="'left' or 'right', got 'both'"):
+        magi.pad_at_dim(x, 0, 1, side="both")
+    with pytest.raises(ValueError, match="must not be negative, got -1"):
+        magi.pad_at_dim(x, 0, -1)
+    for size in (-1, 4):
+        with pytest.raises(ValueError, match=f"cannot take {size} from dim 1"):
+            magi.unpad_at_dim(x, 1, size)
+
+
+def test_padding_of_masks():
+    """Padded queries see nothing, and nobody sees padded keys."""
+    q, k = AttnRanges.from_ranges([(0, 4), (4, 6)]), AttnRanges.from_ranges([(0, 4), (4, 6)])
+    types = [AttnMaskType.CAUSAL, AttnMaskType.FULL]
+    *padded, all_types = magi.apply_padding(q, k, types, 6, 2)
+    assert [x.to_list() for x in padded] == [[(0, 4), (4, 6), (6, 8)], [(0, 4), (4, 6), (0, 0)]]
+    assert all_types == [*types, AttnMaskType.FULL] and len(q) == len(k) == len(types) == 2
+    dense = AttnMask.from_ranges(*padded, all_types, 8, 8).to_dense()
+    assert torch.equal(dense[:6, :6], AttnMask.from_ranges(q, k, types, 6, 6).to_dense())
+    assert not dense[6:].any() and not dense[:, 6:].any()
+
+
+def test_batches_as_documents():
+    q, k = magi.infer_varlen_mask_from_batch(3, 5, device="cpu")
+    assert q.tolist() == k.tolist() == [0, 5, 10, 15] and q.dtype == torch.int32
+    ranges, _, _, *totals = magi.infer_attn_mask_from_cu_seqlens(q, k)
+    assert ranges.to_list() == [(0, 5), (5, 10), (10, 15)] and totals == [15, 15]
+
+
+class Group:
+    """Stands for a process group."""
+
+
+def test_keys_that_were_made():
+    manager = magi.DistAttnRuntimeDictManager(max_size_per_group=2)
+    groups = [Group(), Group()]
+    keys = [
+        replace(flex_key(masks.causal(n), num_ranks=2, balance="zigzag", degree=1), group=group)
+        for group in groups
+        for n in (8, 9, 10)
+    ]
+    for key in keys[:3]:
+        manager[key] = key
+    assert manager.keys(groups[0]) == keys[1:3] and keys[0] not in manager
+    manager[keys[1]] = keys[1]  # now the last
+    assert manager.get_most_recent_key(groups[0]) is keys[1]
+    assert manager.get_most_recent_key(groups[1]) is None
+    manager[keys[3]] = keys[3]
+    assert manager.keys() == [keys[2], keys[1], keys[3]]
+    assert keys[3] in manager and manager[keys[3]] is manager.get(keys[3]) is keys[3]
+    assert manager.get(keys[4]) is None and manager.get(keys[4], keys[0]) is keys[0]
+    with pytest.raises(KeyError):
+        manager[keys[4]]
+    manager.clear(groups[0])
+    assert manager.keys() == [keys[3]]
+    manager.clear()
+    assert manager.keys() == []
 
 
 def test_small_helpers():

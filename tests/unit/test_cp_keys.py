@@ -14,18 +14,23 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from keel import flex_flash_attn_func, masks
+from keel._versions import backend_of
 from keel.distributed import (
     CostModel,
     Layout,
     MaxLogitsTracker,
+    agreement,
     calc_attn,
     dispatch,
     flex_key,
     get_position_ids,
+    group_cast,
+    group_reduce,
     make_plan,
     undispatch,
     varlen_key,
 )
+from keel.distributed.comm import queues
 from keel.distributed.cost import best_degree, estimate, other_schemes, scheme_of
 from keel.distributed.layout import contiguous, zigzag
 
@@ -151,6 +156,37 @@ def test_a_tracker_without_ranks_keeps_its_maxima():
     assert torch.equal(tracker.local()[0], torch.ones(2))
 
 
+class TwoRanks:
+    """Stands for a process group."""
+
+    def size(self) -> int:
+        return 2
+
+
+def test_when_ranks_compare(monkeypatch):
+    """Once for each combination; all is forgotten at once, so that ranks forget alike."""
+    asked = []
+    monkeypatch.setattr(agreement, "_compare", lambda *args: asked.append(args[2]))
+    monkeypatch.setattr(agreement, "MOST_REMEMBERED", 3)
+    group, other = TwoRanks(), TwoRanks()
+
+    def ask(number, group=group):
+        before = len(asked)
+        agreement.agree(group, {"mask": 1}, {"softcap": number}, None)
+        return len(asked) > before
+
+    assert [ask(n) for n in (0, 1, 0, 1, 2, 2)] == [True, True, False, False, True, False]
+    assert ask(0, other)  # another group
+    assert ask(3) and ask(0) and not ask(3)
+    monkeypatch.setenv("KEEL_CHECK_AGREEMENT", "always")
+    assert ask(3) and ask(3)
+    monkeypatch.setenv("KEEL_CHECK_AGREEMENT", "never")
+    assert not ask(77)
+    monkeypatch.setenv("KEEL_CHECK_AGREEMENT", "sometimes")
+    with pytest.raises(ValueError, match="must be 'first', 'always' or 'never', got 'sometimes'"):
+        ask(0)
+
+
 def test_layouts_survive_pickling():
     layout = zigzag(100, 4)
     assert pickle.loads(pickle.dumps(layout)) == layout != contiguous(100, 4)
@@ -252,11 +288,51 @@ def test_calls_that_cannot_work(alone, monkeypatch):
         calc_attn(x, x, x, key, backend="reference")
     with pytest.raises(ValueError, match="mesh must have one dim, or two"):
         flex_key(masks.causal(20), group=init_device_mesh("cpu", (1, 1, 1)))
+    with pytest.raises(ValueError, match="needs names"):
+        flex_key(masks.causal(20), group=init_device_mesh("cpu", (1, 1)))
     with pytest.raises(ValueError, match="x has 3 tokens in dim 1, but rank 0 holds 20"):
         undispatch(torch.zeros(20, 3), key, dim=1)
-    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
-    with pytest.raises(ValueError, match="needs CUDA tensors, but q is on cpu"):
+    monkeypatch.setattr("keel.distributed.attention.backend_of", lambda group, device: None)
+    with pytest.raises(ValueError, match="no backend for tensors on cpu, where q is"):
         calc_attn(x, x, x, key)
+
+
+def test_groups_whose_backend_has_no_name():
+    """As torchrun's users make them; torch then calls the backend "undefined"."""
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        cpu = torch.device("cpu")
+        assert backend_of(dist.group.WORLD, cpu) == "gloo"
+        assert not queues(dist.group.WORLD, cpu)
+        if not torch.cuda.is_available():
+            assert backend_of(dist.group.WORLD, torch.device("cuda")) is None
+        x = torch.randn(20, 1, 8, dtype=torch.bfloat16)
+        out, _ = calc_attn(x, x, x, flex_key(masks.causal(20)))
+        want, _ = flex_flash_attn_func(x, x, x, masks.causal(20), backend="blocked")
+        assert torch.equal(out, want)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_group_operations_that_cannot_work(alone):
+    exchange = flex_key(masks.full(4), degree=0).forward_plan.stages_of(0)[0].exchange
+    world, x = dist.group.WORLD, torch.zeros(4, 2, 8)
+    for tensors, message in (
+        ([], "no tensors"),
+        ([x, x.double()], "one dtype"),
+        ([x, x[:3]], "4 rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            group_cast(tensors, exchange, world)
+    with pytest.raises(ValueError, match="and 4 rows, got"):
+        group_reduce([x[:3]], exchange, world)
+    with pytest.raises(ValueError, match="must be 'sum' or 'softmax', got 'mean'"):
+        group_reduce([x], exchange, world, op="mean")
+    with pytest.raises(ValueError, match=r"takes out \(rows, h, dv\) and lse \(rows, h\)"):
+        group_reduce([x, x], exchange, world, op="softmax")
+    reduce = group_reduce([x], exchange, world)
+    with pytest.raises(RuntimeError, match="view"):
+        reduce.add_to([torch.zeros(4, 8, 2).transpose(1, 2)])  # a copy would lose the sum
 
 
 def test_one_rank_alone_is_plain_attention(alone):

@@ -18,6 +18,7 @@ from keel.distributed import keys as cp_keys
 from keel.distributed.hierarchy import route_of
 from keel.distributed.layout import Layout, contiguous, zigzag
 from keel.distributed.plan import Plan, exchange_of, make_plan, slice_areas
+from keel.distributed.work import tile_work
 from keel.masks import AttnMask, AttnSlice
 
 
@@ -219,6 +220,7 @@ def test_planning_is_quick(kind):
 
     def fresh() -> None:
         cp_keys._solved.cache_clear()
+        tile_work.cache_clear()
         make_plan.cache_clear()
         key = varlen_key(bounds, causal=True, num_ranks=64, rank=5)
         assert key.forward_plan.num_ranks == key.backward_plan.num_ranks == 64

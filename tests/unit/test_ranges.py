@@ -42,6 +42,23 @@ def test_range_is_a_set_of_tokens(a: Pair, b: Pair, token: int) -> None:
     assert ra.offset(3) == AttnRange(a[0] + 3, a[1] + 3)
 
 
+@given(pairs, pairs, st.none() | st.integers(0, 40), st.none() | st.integers(0, 40))
+def test_parts_and_sums_of_ranges(a: Pair, b: Pair, start: int | None, end: int | None) -> None:
+    ra, rb = AttnRange(*a), AttnRange.from_range(b, check=True)
+    sa, sb = set(range(*a)), set(range(*b))
+    united = ra.union(b)
+    assert tokens([r.to_naive_range() for r in united]) == sa | sb
+    assert len(united) == (2 if sa and sb and (a[1] < b[0] or b[1] < a[0]) else 1)
+    assert united == sorted(united)
+    left = ra.diff_by(rb)
+    assert tokens([r.to_naive_range() for r in left]) == sb - sa
+    assert len(left) <= 2 and not any(r.is_empty() for r in left)
+    assert ra.is_subrange_of(b) == (b[0] <= a[0] and a[1] <= b[1])
+    kept = {t for t in sa if (start is None or t >= start) and (end is None or t < end)}
+    assert set(range(*ra.truncate(start, end).to_naive_range())) == kept
+    assert ra.clone() == ra
+
+
 def test_range_accepts_pairs_of_integers() -> None:
     assert AttnRange.of([np.int32(1), 4]) == AttnRange(1, 4)
     assert AttnRange.of(AttnRange(1, 4)) == AttnRange(1, 4)
@@ -141,10 +158,60 @@ def test_cu_seqlens_round_trip() -> None:
         AttnRanges.from_cu_seqlens([], 0)
     with pytest.raises(ValueError, match="not decrease, got 5 then 3 at 2"):
         AttnRanges.from_cu_seqlens([0, 5, 3], 3)
-    with pytest.raises(ValueError, match="end with seqlen=8, got 5"):
+    with pytest.raises(ValueError, match="end with seq_len=8, got 5"):
         AttnRanges.from_cu_seqlens([0, 5], 8)
     with pytest.raises(ValueError, match="range 1 starts at 4 where 3 was expected"):
         AttnRanges.from_ranges([(0, 3), (4, 5)]).to_cu_seqlens()
+
+
+@given(pair_lists, st.none() | st.integers(0, 40), st.none() | st.integers(0, 40))
+def test_parts_of_a_list(values: list[Pair], start: int | None, end: int | None) -> None:
+    ranges = AttnRanges.from_ranges(values, check=True)
+    some = [p for p in values if p[0] < p[1]]
+    assert ranges.clear_empty().to_naive_ranges() == some
+    cut = [
+        (max(a, a if start is None else start), min(b, b if end is None else end)) for a, b in some
+    ]
+    assert ranges.truncate(start, end).to_list() == [p for p in cut if p[0] < p[1]]
+    for alignment in (1, 4):
+        wide = ranges.merge_with_split_alignment(alignment)
+        want = {t // alignment for t in tokens(ranges)}
+        assert tokens(wide) == {t for t in range(50) if t // alignment in want}
+        assert wide.is_merged() and all(x % alignment == 0 for x in wide.points)
+    assert ranges.to_list() == values  # as it was
+    if not ranges.is_non_overlap():
+        with pytest.raises(ValueError, match="overlap"):
+            ranges.chunk(3, check=True)
+    else:
+        assert ranges.chunk(3, check=True) == ranges.chunk(3)
+
+
+def test_changes_of_a_list() -> None:
+    ranges = AttnRanges.from_ranges([(0, 4), (4, 6)])
+    other = ranges.clone()
+    other.insert(1, (7, 8), check=True)
+    other.insert(99, (8, 9))
+    assert other.to_list() == [(0, 4), (7, 8), (4, 6), (8, 9)] and other.size == 4
+    assert other.pop() == AttnRange(8, 9) and other.pop(0) == AttnRange(0, 4)
+    other[0] = (1, 2)
+    assert other.to_list() == [(1, 2), (4, 6)]
+    assert ranges.to_list() == [(0, 4), (4, 6)] and not ranges.is_empty()
+    assert AttnRanges().is_empty() and AttnRanges().size == 0
+    with pytest.raises(IndexError):
+        AttnRanges().pop()
+    with pytest.raises(ValueError, match="at least 1"):
+        ranges.merge_with_split_alignment(0)
+
+
+def test_cu_seqlens_are_recognised() -> None:
+    ranges = AttnRanges.from_ranges([(0, 4), (4, 4), (4, 6)])
+    assert ranges.is_cu_seqlens(6) and not ranges.is_cu_seqlens(7)
+    assert ranges.to_cu_seqlens(6) == [0, 4, 4, 6]
+    assert not AttnRanges([(0, 4), (5, 6)]).is_cu_seqlens(6)
+    assert not AttnRanges([(1, 6)]).is_cu_seqlens(6)
+    assert AttnRanges().is_cu_seqlens(0) and not AttnRanges().is_cu_seqlens(1)
+    with pytest.raises(ValueError, match="end at 6, not at seq_len=7"):
+        ranges.to_cu_seqlens(7)
 
 
 def test_behaves_like_a_list() -> None:

@@ -143,6 +143,13 @@ def test_degrees_are_those_of_a_key(balance: Any, gb_per_s: float) -> None:
     assert chosen.backward_ms == max(row.backward.ms for row in simulation.ranks)
 
 
+def test_the_rates_decide_on_the_layout() -> None:
+    mask = masks.documents([0, 350, 500, 1000], causal=True)
+    free = CostModel(gb_per_s=1e9, latency_us=0.0)
+    found = [simulate(mask, 4, model=x).forward_plan.q_layout for x in (free, CostModel())]
+    assert found[0] == flex_key(mask, num_ranks=4, cost=free).q_layout != found[1]
+
+
 def test_other_keys_than_queries() -> None:
     mask = masks.full(64, 40)
     simulation = simulate(mask, 4, balance="zigzag", degree=1, model=MODEL)

@@ -14,17 +14,44 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from enum import Enum
-from itertools import pairwise
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from keel import attention, distributed
+from keel._versions import backend_of
+from keel.compat.magi_config import AttnOverlapMode as AttnOverlapMode
+from keel.compat.magi_config import BSDispatchAlg as BSDispatchAlg
+from keel.compat.magi_config import DispatchAlg as DispatchAlg
+from keel.compat.magi_config import DispatchConfig as DispatchConfig
+from keel.compat.magi_config import DistAttnConfig as DistAttnConfig
+from keel.compat.magi_config import DPDispatchAlg as DPDispatchAlg
+from keel.compat.magi_config import GreedyOverlapAlg as GreedyOverlapAlg
+from keel.compat.magi_config import GrpCollConfig as GrpCollConfig
+from keel.compat.magi_config import LBDispatchAlg as LBDispatchAlg
+from keel.compat.magi_config import MinHeapDispatchAlg as MinHeapDispatchAlg
+from keel.compat.magi_config import OverlapAlg as OverlapAlg
+from keel.compat.magi_config import OverlapConfig as OverlapConfig
+from keel.compat.magi_config import SequentialDispatchAlg as SequentialDispatchAlg
+from keel.compat.magi_config import SortedSequentialSelectAlg as SortedSequentialSelectAlg
+from keel.compat.magi_config import ToppHeapDispatchAlg as ToppHeapDispatchAlg
+from keel.compat.magi_config import UniformOverlapAlg as UniformOverlapAlg
+from keel.compat.magi_functools import apply_padding as apply_padding
+from keel.compat.magi_functools import compute_pad_size as compute_pad_size
+from keel.compat.magi_functools import (
+    infer_attn_mask_from_cu_seqlens as infer_attn_mask_from_cu_seqlens,
+)
+from keel.compat.magi_functools import (
+    infer_attn_mask_from_sliding_window as infer_attn_mask_from_sliding_window,
+)
+from keel.compat.magi_functools import infer_varlen_mask_from_batch as infer_varlen_mask_from_batch
+from keel.compat.magi_functools import pad_at_dim as pad_at_dim
+from keel.compat.magi_functools import squash_batch_dim as squash_batch_dim
+from keel.compat.magi_functools import unpad_at_dim as unpad_at_dim
 from keel.distributed import AttnKey
 from keel.distributed.cost import CostModel
 from keel.masks import AttnMask
@@ -35,103 +62,65 @@ from keel.meta import AttnForwardMeta as AttnForwardMeta
 
 Tensor = torch.Tensor
 Group = dist.ProcessGroup | DeviceMesh
-Ranges = tuple[AttnRanges, AttnRanges, list[AttnMaskType]]
 DistAttnRuntimeKey = AttnKey
+RangeError = ValueError
 GeneralAttnMaskType = str | int | AttnMaskType | Sequence[str | int | AttnMaskType]
 
 logger = logging.getLogger("keel")
 
 _said: set[tuple[str, str]] = set()
-_recent: dict[dist.ProcessGroup, DistAttnRuntimeKey] = {}
-
-
-class AttnOverlapMode(Enum):
-    STATIC = "static"
-    DYNAMIC = "dynamic"
-
-
-@dataclass(frozen=True)
-class MinHeapDispatchAlg:
-    """Equal work on all ranks: Keel's own solver."""
-
-
-@dataclass(frozen=True)
-class SequentialDispatchAlg:
-    """Tokens in order, one piece per rank."""
-
-
-@dataclass(frozen=True)
-class UniformOverlapAlg:
-    """Stages of about equal size, as they always are here."""
-
-    random_costs: bool = False
-    random_seed: int | None = None
-
-
-@dataclass(frozen=True)
-class DispatchConfig:
-    chunk_size: int | None = None
-    """No effect: the solver has its own unit."""
-    uneven_shard: bool = False
-    """Both values mean the same, since nothing is padded."""
-    alg: object = MinHeapDispatchAlg()
-
-
-@dataclass(frozen=True)
-class OverlapConfig:
-    mode: AttnOverlapMode = AttnOverlapMode.STATIC
-    degree: int | None = 1
-    """Stages of remote keys; 0: one blocking fetch; None: what the cost model finds fastest.
-    DYNAMIC mode means None too, and overrules the default."""
-    dynamic_max_degree: int | None = 8
-    """The most stages that the cost model may choose."""
-    min_chunk_size: int = 512
-    max_num_chunks: int = 64
-    alg: object = UniformOverlapAlg()
-    calc_cost_factor: float = 1.0
-    """Microseconds per attended pair, all heads together. Both factors 1: Keel's own rates."""
-    comm_cost_factor: float = 1.0
-    """Microseconds per key row that travels."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "mode", AttnOverlapMode(self.mode))
-        if self.mode is AttnOverlapMode.DYNAMIC and self.degree not in (None, 1):
-            raise ValueError(f"DYNAMIC mode chooses the degree: leave out degree={self.degree}")
-        if self.degree is not None and self.degree < 0:
-            raise ValueError(f"degree must not be negative, got {self.degree}")
-        for name in ("dynamic_max_degree", "calc_cost_factor", "comm_cost_factor"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
-
-    @property
-    def stages(self) -> int | Literal["auto"]:
-        if self.degree is None or self.mode is AttnOverlapMode.DYNAMIC:
-            return "auto"
-        return self.degree
-
-
-@dataclass(frozen=True)
-class GrpCollConfig:
-    """Sizes for the original's own collectives. No effect."""
-
-    num_sms: int = 24
-    nvl_chunk_size: int = 8
-    nvl_buffer_size: int = 256
-    rdma_chunk_size: int = 16
-    rdma_buffer_size: int = 128
-    num_nvl_bytes: int = int(2e9)
-    num_rdma_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class DistAttnConfig:
-    dispatch_config: DispatchConfig = DispatchConfig()
-    overlap_config: OverlapConfig = OverlapConfig()
-    grpcoll_config: GrpCollConfig = GrpCollConfig()
 
 
 _DEFAULT = DistAttnConfig()
+
+
+class DistAttnRuntimeDictManager:
+    """The keys that were made for each group, in the order in which they were last made.
+
+    Keys need no cache to work: this is for code that asks for them. The oldest are forgotten.
+    """
+
+    def __init__(self, max_size_per_group: int) -> None:
+        self.max_size_per_group = max_size_per_group
+        self._keys: dict[dist.ProcessGroup, dict[DistAttnRuntimeKey, DistAttnRuntimeKey]] = {}
+
+    def get(
+        self, key: DistAttnRuntimeKey, default: DistAttnRuntimeKey | None = None
+    ) -> DistAttnRuntimeKey | None:
+        """The key that was made with the same value."""
+        return self._of(key.group).get(key, default)
+
+    def __contains__(self, key: DistAttnRuntimeKey) -> bool:
+        return key in self._of(key.group)
+
+    def __getitem__(self, key: DistAttnRuntimeKey) -> DistAttnRuntimeKey:
+        return self._of(key.group)[key]
+
+    def __setitem__(self, key: DistAttnRuntimeKey, value: DistAttnRuntimeKey) -> None:
+        assert key.group is not None
+        keys = self._keys.setdefault(key.group, {})
+        keys.pop(key, None)  # to the end
+        keys[key] = value
+        if len(keys) > self.max_size_per_group:
+            del keys[next(iter(keys))]
+
+    def keys(self, cp_group: dist.ProcessGroup | None = None) -> list[DistAttnRuntimeKey]:
+        """Of a group, or of all; the oldest first."""
+        groups = list(self._keys) if cp_group is None else [cp_group]
+        return [key for group in groups for key in self._of(group)]
+
+    def get_most_recent_key(self, cp_group: dist.ProcessGroup) -> DistAttnRuntimeKey | None:
+        return next(reversed(self._of(cp_group).values()), None)
+
+    def clear(self, cp_group: dist.ProcessGroup | None = None) -> None:
+        for group in list(self._keys) if cp_group is None else [cp_group]:
+            self._keys.pop(group, None)
+
+    def _of(self, group: dist.ProcessGroup | None) -> dict[DistAttnRuntimeKey, DistAttnRuntimeKey]:
+        return {} if group is None else self._keys.get(group, {})
+
+
+dist_attn_runtime_dict_mgr = DistAttnRuntimeDictManager(max_size_per_group=1000)
 
 
 def magi_attn_flex_key(
@@ -154,7 +143,7 @@ def magi_attn_flex_key(
     """`keel.distributed.flex_key`. Heads serve the cost model; pad_size and chunk_size nothing.
 
     Tokens that may not be permuted stay in order, one piece per rank. With is_same_source=False
-    (cross-attention) so do keys; `dispatch(x, key, keys=True)` selects them.
+    (cross-attention) keys have a layout of their own; `dispatch(x, key, keys=True)` selects them.
     """
     mask = AttnMask.from_ranges(q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k)
     _say("magi_attn_*_key", logging.INFO, _given(pad_size=pad_size, chunk_size=chunk_size))
@@ -164,7 +153,7 @@ def magi_attn_flex_key(
         *(mask, dist_attn_config, (num_heads_q, num_heads_kv, head_dim)),
         group=cp_group_or_mesh,
         balance="contiguous" if in_order else "solver",
-        k_balance=None if is_same_source else "contiguous",
+        k_balance=None if is_same_source else "solver" if is_k_permutable else "contiguous",
     )
     return _remember(key)
 
@@ -192,6 +181,63 @@ def magi_attn_varlen_key(
         dist_attn_config=dist_attn_config,
         chunk_size=chunk_size,
     )
+
+
+def magi_attn_flex_dispatch(
+    x: Tensor,
+    q_ranges: AttnRanges,
+    k_ranges: AttnRanges,
+    attn_mask_type: GeneralAttnMaskType,
+    total_seqlen_q: int,
+    total_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    head_dim: int,
+    pad_size: int,
+    cp_group_or_mesh: Group,
+    dist_attn_config: DistAttnConfig = _DEFAULT,
+    is_same_source: bool = True,
+    is_q_permutable: bool = True,
+    is_k_permutable: bool = True,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, DistAttnRuntimeKey]:
+    """(this rank's rows of x, the key): `magi_attn_flex_key` and `dispatch` in one call."""
+    key = magi_attn_flex_key(
+        *(q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k, num_heads_q),
+        *(num_heads_kv, head_dim, pad_size, cp_group_or_mesh),
+        dist_attn_config=dist_attn_config,
+        is_same_source=is_same_source,
+        is_q_permutable=is_q_permutable,
+        is_k_permutable=is_k_permutable,
+        chunk_size=chunk_size,
+    )
+    return dispatch(x, key), key
+
+
+def magi_attn_varlen_dispatch(
+    x: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    num_heads_q: int,
+    num_heads_kv: int,
+    head_dim: int,
+    pad_size: int,
+    cp_group_or_mesh: Group,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    dist_attn_config: DistAttnConfig = _DEFAULT,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, DistAttnRuntimeKey]:
+    """(this rank's rows of x, the key): `magi_attn_varlen_key` and `dispatch` in one call."""
+    key = magi_attn_varlen_key(
+        *(cu_seqlens_q, cu_seqlens_k, num_heads_q, num_heads_kv, head_dim, pad_size),
+        cp_group_or_mesh=cp_group_or_mesh,
+        causal=causal,
+        window_size=window_size,
+        dist_attn_config=dist_attn_config,
+        chunk_size=chunk_size,
+    )
+    return dispatch(x, key), key
 
 
 def make_flex_key_for_new_mask_after_dispatch(
@@ -277,6 +323,10 @@ def roll(x: Tensor, shift: int, dim: int, key: DistAttnRuntimeKey, *, keys: bool
     return distributed.roll(x, shift, key, dim, keys=keys)
 
 
+roll_simple = roll
+"""The original's second way to send the same rows."""
+
+
 def calc_attn(
     q: Tensor,
     k: Tensor,
@@ -343,94 +393,21 @@ def flex_flash_attn_func(
 
 def get_position_ids(key: DistAttnRuntimeKey) -> Tensor:
     """(local queries,) int64 global numbers, on the GPU where the group's backend is NCCL."""
-    nccl = key.group is not None and dist.get_backend(key.group) == "nccl"
-    return key.position_ids("cuda" if nccl else "cpu")
+    on_gpu = key.group is not None and backend_of(key.group, torch.device("cuda")) == "nccl"
+    return key.position_ids("cuda" if on_gpu else "cpu")
 
 
 def get_most_recent_key(cp_group: dist.ProcessGroup) -> DistAttnRuntimeKey:
     """The last key that was made for a group."""
-    if cp_group not in _recent:
+    key = dist_attn_runtime_dict_mgr.get_most_recent_key(cp_group)
+    if key is None:
         raise ValueError(f"no key was made for {cp_group}")
-    return _recent[cp_group]
+    return key
 
 
 def clear_cache(cp_group: dist.ProcessGroup | None = None) -> None:
-    """Forgets the last key of a group, or of all; keys that the caller holds stay good."""
-    for group in list(_recent) if cp_group is None else [cp_group]:
-        _recent.pop(group, None)
-
-
-def compute_pad_size(total_seqlen_q: int, cp_size: int, chunk_size: int) -> int:
-    """Tokens missing to a multiple of cp_size * chunk_size. Nothing here needs them."""
-    return -total_seqlen_q % (cp_size * chunk_size)
-
-
-def squash_batch_dim(x: Tensor) -> Tensor:
-    """(b, s, ...) -> (b * s, ...)."""
-    return x.flatten(0, 1)
-
-
-def infer_attn_mask_from_sliding_window(
-    q_range: AttnRange, k_range: AttnRange, window_size: tuple[int, int]
-) -> Ranges:
-    """Query i, at p = i + len(k) - len(q), sees keys [p - left, p + right]; nothing if p < 0.
-
-    >>> infer_attn_mask_from_sliding_window(AttnRange(0, 6), AttnRange(0, 6), (2, 0))[:2]
-    (AttnRanges([(0, 2), (2, 6)]), AttnRanges([(0, 2), (0, 6)]))
-    """
-    return _windows([(q_range, k_range)], window_size)
-
-
-def infer_attn_mask_from_cu_seqlens(
-    cu_seqlens_q: Tensor | list[int],
-    cu_seqlens_k: Tensor | list[int],
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    global_window_size: int = 0,
-) -> tuple[AttnRanges, AttnRanges, list[AttnMaskType], int, int]:
-    """(q_ranges, k_ranges, types, total_seqlen_q, total_seqlen_k) of packed documents.
-
-    With a window, the first global_window_size keys of a document stay visible from any distance,
-    but never ahead of the window.
-    """
-    bounds = [torch.as_tensor(x).tolist() for x in (cu_seqlens_q, cu_seqlens_k)]
-    q, k = (AttnRanges.from_cu_seqlens(x) for x in bounds)
-    if len(q) != len(k):
-        raise ValueError(f"cu_seqlens bound {len(q)} documents of queries and {len(k)} of keys")
-    made: Ranges = q, k, [AttnMaskType.CAUSAL if causal else AttnMaskType.FULL] * len(q)
-    if tuple(window_size) != (-1, -1):
-        if causal:
-            raise ValueError(f"causal and window {window_size}: say (left, 0) without causal")
-        made = _windows(zip(q, k, strict=True), window_size, global_window_size)
-    return *made, bounds[0][-1], bounds[1][-1]
-
-
-def _windows(
-    pairs: Iterable[tuple[AttnRange, AttnRange]], window: tuple[int, int], num_global: int = 0
-) -> Ranges:
-    """Each document's first keys up to the right side, then the window over its other keys.
-
-    Rows are cut where a side of the window begins or ends to move, which makes the types.
-    """
-    left, right = window
-    if min(left, right) < -1 or num_global < 0:
-        raise ValueError(f"windows must be -1 or sizes, got {window} and {num_global} global keys")
-    q_ranges, k_ranges, types = AttnRanges(), AttnRanges(), []
-    for q, k in pairs:
-        lowest, highest, diagonal = k.start - q.end, k.end - q.start, k.end - q.end
-        lo = lowest if left == -1 else max(lowest, diagonal - left)
-        hi = highest if right == -1 else min(highest, diagonal + right)
-        split = min(k.start + num_global, k.end)
-        for k0, k1, low in ((k.start, split, lowest), (split, k.end, lo)):
-            first = max(q.start, q.end - len(k), k0 - hi)
-            last = min(q.end, k1 - low)
-            moves, stops = k0 - low, k1 - hi  # the left side from here on, the right until here
-            cuts = sorted({first, last, *(row for row in (moves, stops) if first < row < last)})
-            for a, b in pairwise(cuts if k0 < k1 and first < last else []):
-                q_ranges.append((a, b))
-                k_ranges.append((max(k0, a + low), min(k1, b + hi)))
-                types.append(AttnMaskType((a < stops) + 2 * (a >= moves)))
-    return q_ranges, k_ranges, types
+    """Forgets the keys of a group, or of all; keys that the caller holds stay good."""
+    dist_attn_runtime_dict_mgr.clear(cp_group)
 
 
 def _make_key(
@@ -459,7 +436,7 @@ def _make_key(
 
 def _remember(key: DistAttnRuntimeKey) -> DistAttnRuntimeKey:
     if key.group is not None:
-        _recent[key.group] = key
+        dist_attn_runtime_dict_mgr[key] = key
     return key
 
 

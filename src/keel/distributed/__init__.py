@@ -3,6 +3,7 @@
 from keel.distributed.attention import calc_attn
 from keel.distributed.cost import CostModel
 from keel.distributed.dispatch import dispatch, roll, undispatch
+from keel.distributed.group_ops import group_cast, group_reduce
 from keel.distributed.keys import AttnKey, flex_key, get_position_ids, varlen_key
 from keel.distributed.layout import Layout
 from keel.distributed.maxima import MaxLogitsTracker
@@ -18,6 +19,8 @@ __all__ = [
     "dispatch",
     "flex_key",
     "get_position_ids",
+    "group_cast",
+    "group_reduce",
     "make_plan",
     "roll",
     "undispatch",

@@ -3,21 +3,25 @@
 Every rank computes the rows of its own queries: first against its own keys, then stage by stage
 against those that arrive, while the next stage travels. Results are merged in fp32 as they come.
 The backward walks the same way, and sends each stage's gradients of keys and values home while
-the next one is computed. At most two stages of remote keys are alive at once.
+the next one is computed. At most two stages of remote keys are alive at once; over nodes, on a
+backend whose waiting blocks the host, and what crosses to a node of a third.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
+from keel._versions import backend_of, in_backward, outside_of_graphs
 from keel.checks import check_qkv, check_scoring, check_sm_margin
 from keel.distributed.agreement import check_agreement
-from keel.distributed.comm import Cast, Reduce
+from keel.distributed.comm import Cast, Reduce, queues
 from keel.distributed.hierarchy import Route, RoutedCast, RoutedReduce, routes_of
 from keel.distributed.keys import AttnKey
 from keel.distributed.maxima import MaxLogitsTracker, start_maximum
@@ -29,6 +33,7 @@ from keel.ops import accumulate_, choose_backend, partial_gradients
 Tensor = torch.Tensor
 
 
+@outside_of_graphs
 def calc_attn(
     q: Tensor,
     k: Tensor,
@@ -55,7 +60,8 @@ def calc_attn(
         return_max_logits: also `meta.max_logits` (hq,), the maximum over all ranks; one MAX
             all-reduce, under way while the result is finished.
         defer_max_logits: a tracker that takes this rank's maxima; many calls then share one
-            all-reduce, when it is asked for them.
+            all-reduce, when it is asked for them. A forward that is recomputed for a backward
+            (activation checkpointing) does not count again.
         sm_margin, backend: as in `flex_flash_attn_func`.
 
     Returns:
@@ -72,10 +78,10 @@ def calc_attn(
                 "dispatch(x, key) selects them"
             )
     check_qkv(q, k, v)
-    if not q.is_cuda and dist.get_backend(key.group) == "nccl":
+    if not q.is_cuda and backend_of(key.group, q.device) is None:
         raise ValueError(
-            f"the key's group talks NCCL, which needs CUDA tensors, but q is on {q.device}: move "
-            "it, or make the key with a gloo group"
+            f"the key's group has no backend for tensors on {q.device}, where q is: move it to a "
+            "GPU if the group talks NCCL, or make the key with a gloo group"
         )
     scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
     scoring = Scoring(scale=scale, softcap=float(softcap), sink=sink)
@@ -84,16 +90,33 @@ def calc_attn(
     chosen = choose_backend(backend, q.device, q.dtype)
     if chosen == "reference":
         raise ValueError("backend 'reference' has no stages: use 'blocked', which is exact in fp64")
-    check_agreement(key)
+    training = torch.is_grad_enabled() and any(
+        x.requires_grad for x in (q, k, v, sink) if x is not None
+    )
+    maxima = "none"
+    if return_max_logits or defer_max_logits is not None:
+        maxima = "returned" if defer_max_logits is None else "deferred"
+    check_agreement(
+        key,
+        softmax_scale=scale,
+        softcap=scoring.softcap,
+        sink=sink is not None,
+        max_logits=maxima,
+        dtype=q.dtype,
+        heads_and_dims=(*q.shape[1:], *k.shape[1:], v.shape[2]),
+        need_of_gradients=training,
+    )
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     call = _Call(
         *(key, scoring.scale, scoring.softcap, sm_margin),
         backend=chosen,
-        want_max=return_max_logits or defer_max_logits is not None,
-        reduce_max=defer_max_logits is None,
+        want_max=maxima != "none",
+        reduce_max=maxima == "returned",
+        keep_keys=key.keep_remote_keys and training,
+        device=q.device,
     )
     out, lse, top = _CalcAttn.apply(q, k, v, sink, call)
-    if defer_max_logits is not None:
+    if defer_max_logits is not None and not in_backward():
         defer_max_logits.add(top)
     return out, AttnForwardMeta(lse=lse, max_logits=top if call.want_max else None)
 
@@ -109,6 +132,8 @@ class _Call:
     backend: str
     want_max: bool
     reduce_max: bool
+    keep_keys: bool
+    device: torch.device
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -117,6 +142,15 @@ class _Call:
 
     def scoring(self, sink: Tensor | None = None) -> Scoring:
         return Scoring(scale=self.scale, softcap=self.softcap, sink=sink)
+
+    @property
+    def depth(self) -> int:
+        """How many exchanges are under way at once.
+
+        One, except where they have two steps and the host must wait to begin the second: then
+        one in each step, so that both travel while something is computed.
+        """
+        return 1 if self.key.links is None or queues(self.group, self.device) else 2
 
     def cast(self, plan: Plan, stage: int, rows: list[Tensor], what: str) -> Cast | RoutedCast:
         exchange, route = self._ways(plan, stage)
@@ -144,28 +178,35 @@ class _Call:
     ) -> Iterator[tuple[int, Stage, Tensor, Tensor]]:
         """(number, stage, k, v) as they arrive; the next one travels while the caller computes.
 
+        The caller must let k and v go before it asks for more, or three stages would be alive.
         `kept` holds keys and values of earlier fetches, which are then not fetched again.
         """
         stages = plan.stages_of(self.key.rank)
+        first = 0 if stages[0].exchange is not None else 1
+        if kept:
+            for n, stage in enumerate(stages):
+                own = (k, v) if n < first else kept[2 * (n - first) : 2 * (n - first) + 2]
+                yield n, stage, *own
+            return
+        coming: deque[Cast | RoutedCast] = deque()
 
-        def fetch(n: int) -> Cast | RoutedCast | None:
-            if n >= len(stages) or stages[n].exchange is None or kept:
-                return None
-            what = f"fetching keys for stage {n} of {len(stages) - 1} on rank {self.key.rank}"
-            return self.cast(plan, n, [k, v], what)
+        def fetch(n: int) -> None:
+            if n < len(stages):
+                what = f"fetching keys for stage {n} of {len(stages) - 1} on rank {self.key.rank}"
+                coming.append(self.cast(plan, n, [k, v], what))
 
-        coming = fetch(0 if stages[0].exchange is not None else 1)
+        for n in range(first, first + self.depth):
+            fetch(n)
         for n, stage in enumerate(stages):
-            if stage.exchange is None:
+            if n < first:
                 yield n, stage, k, v
-            elif kept:
-                first = 2 * (n - (stages[0].exchange is None))
-                yield n, stage, kept[first], kept[first + 1]
-            else:
-                assert coming is not None
-                stage_k, stage_v = coming.wait()
-                coming = fetch(n + 1)
-                yield n, stage, stage_k, stage_v
+                continue
+            arrived = coming.popleft().wait()
+            for under_way in coming:
+                under_way.pass_on()
+            fetch(n + self.depth)
+            yield n, stage, arrived[0], arrived[1]
+            del arrived  # before the next one is waited for, and the one behind it begins
 
 
 class _CalcAttn(torch.autograd.Function):
@@ -194,8 +235,9 @@ class _CalcAttn(torch.autograd.Function):
                     sm_margin=call.sm_margin,
                     backend=call.backend,
                 )
-            if call.key.keep_remote_keys and stage.exchange is not None:
+            if call.keep_keys and stage.exchange is not None:
                 kept += [stage_k, stage_v]
+            del stage_k, stage_v
         maximum = start_maximum(top, call.group) if call.want_max and call.reduce_max else None
         out = out.to(q.dtype)
         if maximum is not None:
@@ -207,6 +249,7 @@ class _CalcAttn(torch.autograd.Function):
         return out, lse, top
 
     @staticmethod
+    @once_differentiable
     def backward(
         ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
@@ -215,7 +258,7 @@ class _CalcAttn(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
         dsink = None if sink is None else torch.zeros_like(sink)
-        returning: Reduce | RoutedReduce | None = None
+        returning: deque[Reduce | RoutedReduce] = deque()
         plan = call.key.backward_plan
         for n, stage, stage_k, stage_v in call.stages(plan, k, v, kept):
             part_sink = sink if n == 0 else None
@@ -230,14 +273,19 @@ class _CalcAttn(torch.autograd.Function):
                 )
                 dq += part_q
                 dsink = part_dsink if part_sink is not None else dsink
+            del stage_k, stage_v
             if stage.exchange is None:
                 dk += parts[0]
                 dv += parts[1]
                 continue
-            if returning is not None:
-                returning.add_to([dk, dv])
+            if len(returning) == call.depth:
+                returning.popleft().add_to([dk, dv])
+            for under_way in returning:
+                under_way.pass_on()
             what = f"returning gradients of stage {n} on rank {call.key.rank}"
-            returning = call.reduce(plan, n, parts, what)
-        if returning is not None:
-            returning.add_to([dk, dv])
+            returning.append(call.reduce(plan, n, parts, what))
+        for under_way in returning:
+            under_way.pass_on()
+        for under_way in returning:
+            under_way.add_to([dk, dv])
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None

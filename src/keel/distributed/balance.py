@@ -17,6 +17,8 @@ that gives it the average work:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,10 +36,17 @@ LONGEST = (0.5, 1.0)
 """Lengths, in shares of a rank, up to which documents are tried whole."""
 
 
-def balanced(mask: AttnMask, num_ranks: int, *, unit: int = 128) -> Layout:
-    """A layout with equal tokens, nearly equal work and little traffic, for self-attention.
+def balanced(
+    mask: AttnMask,
+    num_ranks: int,
+    *,
+    unit: int = 128,
+    keys_of: Callable[[Layout], Layout] | None = None,
+) -> Layout:
+    """A layout of the queries with equal tokens, nearly equal work and little traffic.
 
-    Ranks hold equally many tokens to within one unit, in pieces of whole units.
+    Ranks hold equally many tokens to within one unit, in pieces of whole units. `keys_of` says
+    where keys would be, if they are other tokens than the queries (cross-attention).
 
     >>> from keel import masks
     >>> from keel.distributed.work import work_of_ranks
@@ -46,27 +55,37 @@ def balanced(mask: AttnMask, num_ranks: int, *, unit: int = 128) -> Layout:
     >>> layout.rows.tolist(), work_of_ranks(mask, layout).tolist()
     ([2048, 2048, 2048, 2048], [328.0, 328.0, 328.0, 328.0])
     """
-    if mask.tq != mask.tk:
-        raise ValueError(f"balanced needs a mask of as many queries as keys, got {mask.shape}")
+    if keys_of is None and mask.tq != mask.tk:
+        raise ValueError(
+            f"a mask of {mask.shape} has other keys than queries: say with keys_of where they are"
+        )
     if num_ranks < 1 or unit < 1:
         raise ValueError(f"num_ranks and unit must be positive, got {num_ranks} and {unit}")
     work = tile_work(mask, unit)
     owners = [_in_order(len(work), num_ranks)]
     if _imbalance(work, owners[0], num_ranks) > TOLERANCE:
-        owners += _dealt(mask, work, num_ranks, unit)
+        document = _documents(mask, len(work), unit, shared=keys_of is None)
+        owners += _dealt(document, work, num_ranks)
     layouts = [_layout(owner, mask.tq, unit, num_ranks) for owner in owners]
     costs = [
-        (max(_imbalance(work, owner, num_ranks), TOLERANCE), int(rows_received(mask, x).sum()))
+        (
+            max(_imbalance(work, owner, num_ranks), TOLERANCE),
+            int(rows_received(mask, x, None if keys_of is None else keys_of(x)).sum()),
+        )
         for owner, x in zip(owners, layouts, strict=True)
     ]
     return layouts[costs.index(min(costs))]
 
 
-def _documents(mask: AttnMask, count: int, unit: int) -> Ints:
-    """(count,) first unit of the document of each unit: no slice spans two documents."""
+def _documents(mask: AttnMask, count: int, unit: int, shared: bool) -> Ints:
+    """(count,) first unit of the document of each unit: no slice spans two documents.
+
+    `shared`: queries and keys are the same tokens.
+    """
     q0, q1, k0, k1 = mask.array[:, :4].T
     there = (q0 < q1) & (k0 < k1)
-    start, end = np.minimum(q0, k0)[there], np.maximum(q1, k1)[there]
+    start, end = (np.minimum(q0, k0), np.maximum(q1, k1)) if shared else (q0, q1)
+    start, end = start[there], end[there]
     order = order_by(start)
     start, reach = start[order], np.maximum.accumulate(end[order])
     opens = start[np.append(True, start[1:] >= reach[:-1])[: len(start)]]
@@ -75,13 +94,12 @@ def _documents(mask: AttnMask, count: int, unit: int) -> Ints:
     return np.searchsorted(document, document)
 
 
-def _dealt(mask: AttnMask, work: Floats, num_ranks: int, unit: int) -> list[Ints]:
+def _dealt(document: Ints, work: Floats, num_ranks: int) -> list[Ints]:
     """Ranks of units, dealt with fewer and with more documents kept whole.
 
     Whole documents save traffic as long as ranks can still be balanced with them. How long they
     may be depends on all the others, so it is tried.
     """
-    document = _documents(mask, len(work), unit)
     length = np.bincount(document, minlength=len(work))[document]
     share = -(-len(work) // num_ranks)
     owners = []

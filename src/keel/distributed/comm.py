@@ -1,8 +1,13 @@
-"""Moving rows between ranks: `cast` brings wanted rows, `reduce` returns what they gathered.
+"""Moving rows between ranks: `Cast` brings wanted rows, `Reduce` returns what they gathered.
 
-Both are one all-to-all that runs while the caller computes. What an exchange casts, the same
-exchange reduces: each row that was sent comes back from every rank that received it, and the
-copies are added in the order of the ranks, in fp32 or wider, so that results repeat bit by bit.
+Both are one all-to-all that runs while the caller computes, on the lane of the device. What an
+exchange casts, the same exchange reduces: each row that was sent comes back from every rank that
+received it, and the copies are added in the order of the ranks, in fp32 or wider, so that results
+repeat bit by bit.
+
+NCCL queues: all of an exchange is on the lane before its constructor returns. Gloo moves bytes of
+host memory and its waiting blocks the host, so rows are put into order when they are asked for;
+CUDA tensors go through pinned memory.
 """
 
 from __future__ import annotations
@@ -10,54 +15,74 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from keel._versions import backend_of
+from keel.distributed.failures import failure
+from keel.distributed.lanes import Lane, lane_of
 from keel.distributed.plan import Exchange
+
+Tensor = torch.Tensor
 
 logger = logging.getLogger("keel")
 
 
-class Pending:
-    """An all-to-all under way; `wait` gives its rows."""
+def queues(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether waiting for a collective of the group makes a stream wait, and not the host."""
+    return device.type != "cpu" and backend_of(group, device) != "gloo"
 
-    def __init__(self, work: Any, received: torch.Tensor, sent: torch.Tensor, what: str) -> None:
-        self._work, self._received, self._sent, self._what = work, received, sent, what
 
-    def rows(self, like: torch.Tensor) -> torch.Tensor:
-        """The received rows, on the device and in the dtype of `like`."""
+class AllToAll:
+    """Rows (n, columns) by destination -> `received`, by source; `start` and `finish` on a lane."""
+
+    def __init__(
+        self,
+        rows: Tensor,
+        send_counts: list[int],
+        recv_counts: list[int],
+        group: dist.ProcessGroup,
+        what: str,
+    ) -> None:
+        self.received = rows.new_empty(sum(recv_counts), rows.shape[1])
+        self._rows, self._counts = rows, (recv_counts, send_counts)
+        self._group, self._what = group, what
+        self._work: Any = None
+        self._host = (self.received, rows)
+        self._staged = _needs_staging(rows, group)
+        if self._staged:
+            _say_staged()
+            self._host = (_pinned(self.received), _pinned(rows))
+
+    def start(self, lane: Lane) -> None:
+        received, sent = self._host
+        if self._staged:
+            sent.copy_(self._rows, non_blocking=True)
+            lane.mark().synchronize()
+        if not queues(self._group, self._rows.device):  # gloo knows few dtypes
+            received, sent = received.view(torch.uint8), sent.view(torch.uint8)
+        self._work = dist.all_to_all_single(
+            received, sent, *self._counts, group=self._group, async_op=True
+        )
+
+    def finish(self) -> None:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise RuntimeError(
-                f"{self._what} failed, probably because a rank of the group died, left or was too "
-                f"late: {error}"
-            ) from error
-        del self._sent  # it had to live until now
-        received = self._received.to(like.device, non_blocking=True)
-        return received.view(like.dtype) if received.dtype != like.dtype else received
+            raise failure(self._what, self._group, error) from error
+        if self._staged:
+            self.received.copy_(self._host[0], non_blocking=True)
 
 
-def start_all_to_all(
-    rows: torch.Tensor,
-    send_counts: list[int],
-    recv_counts: list[int],
-    group: dist.ProcessGroup,
-    what: str,
-) -> Pending:
-    """Starts to move rows (n, columns), ordered by destination; they arrive ordered by source."""
-    if dist.get_backend(group) == "gloo":  # knows few dtypes, and crashes on CUDA tensors
-        if rows.is_cuda:
-            _say_staged()
-            rows = rows.cpu()
-        rows = rows.view(torch.uint8)
-    received = rows.new_empty(sum(recv_counts), rows.shape[1])
-    work = dist.all_to_all_single(
-        received, rows, recv_counts, send_counts, group=group, async_op=True
-    )
-    return Pending(work, received, rows, what)
+def _needs_staging(rows: Tensor, group: dist.ProcessGroup) -> bool:
+    return rows.is_cuda and not queues(group, rows.device)  # gloo crashes on CUDA tensors
+
+
+def _pinned(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
 @functools.cache
@@ -68,97 +93,175 @@ def _say_staged() -> None:
     )
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
+class Flight:
+    """An exchange under way. It holds the buffers until the caller's stream waits for it."""
+
+    _mark: Any = None
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        group: dist.ProcessGroup,
+        counts: tuple[list[int], list[int]],
+        what: str,
+    ) -> None:
+        """tensors: (rows, ...); counts: rows to and from each rank of the group."""
+        self.lane = lane_of(tensors[0].device)
+        self.flat = [_flat(x) for x in tensors]
+        self.widths = [x.shape[1] for x in self.flat]
+        self._sent = self.flat[0].new_empty(sum(counts[0]), sum(self.widths))
+        self._transfer = AllToAll(self._sent, *counts, group, what)
+        self._landed = False
+        with self.lane.behind_caller():
+            self._pack(self._sent.split(self.widths, 1))
+            self._transfer.start(self.lane)
+        if queues(group, self._sent.device):
+            self.land()
+
+    def _pack(self, parts: Sequence[Tensor]) -> None:
+        """Writes the rows to send, by destination, into columns of the buffer."""
+        raise NotImplementedError
+
+    def _unpack(self, parts: Sequence[Tensor]) -> None:
+        """Takes received rows, by source."""
+
+    def land(self) -> None:
+        """Queues what is to be done with the rows; where the backend blocks, waits for them."""
+        if self._landed:
+            return
+        self._landed = True
+        self._prepare()
+        with self.lane.behind_caller():
+            self._transfer.finish()
+            self._unpack(self._transfer.received.split(self.widths, 1))
+        self._mark = self.lane.mark()
+
+    def _prepare(self) -> None:
+        """Allocates, on the caller's stream, what `_unpack` needs."""
+
+    def pass_on(self) -> None:
+        """The same for exchanges in two steps: begins the second. Here there is none."""
+
+    def hold_caller(self) -> None:
+        """From here on the caller's stream may use the rows, and buffers may go."""
+        if self._mark is not None:
+            self.lane.hold_caller(self._mark)
+            self._mark = None
+
+    def _release(self) -> None:
+        """Lets go what was needed on the way; only behind `hold_caller`."""
+        del self.flat, self._sent, self._transfer
+
+    def __del__(self) -> None:
+        self.hold_caller()  # for one that nobody waited for, as after an error
+
+
+class Cast(Flight):
+    """Wanted rows of several tensors (rows, ...) on their way; they travel as one."""
+
+    def __init__(
+        self, tensors: Sequence[Tensor], exchange: Exchange, group: dist.ProcessGroup, what: str
+    ) -> None:
+        self._shapes = [x.shape[1:] for x in tensors]
+        self._index = exchange.tensors(tensors[0].device)
+        super().__init__(tensors, group, (exchange.send_counts, exchange.recv_counts), what)
+
+    def _pack(self, parts: Sequence[Tensor]) -> None:
+        _pick(self.flat, parts, self._index.send_rows)
+
+    def _prepare(self) -> None:
+        received, order = self._transfer.received, self._index.order
+        self._parts = list(received.split(self.widths, 1))
+        if order is not None:
+            self._parts = [received.new_empty(len(received), width) for width in self.widths]
+
+    def _unpack(self, parts: Sequence[Tensor]) -> None:
+        if self._index.order is not None:
+            _pick(parts, self._parts, self._index.order)
+
+    def landed(self) -> list[Tensor]:
+        """The tensors' rows in the wanted order, for what is queued on the lane."""
+        self.land()
+        return [x.unflatten(1, s) for x, s in zip(self._parts, self._shapes, strict=True)]
+
+    def wait(self) -> list[Tensor]:
+        """The tensors' rows in the wanted order."""
+        rows = self.landed()
+        self.hold_caller()
+        self._release()
+        return rows
+
+
+class Reduce(Flight):
+    """Rows (wanted rows, ...) on their way back to their owners, to be added there."""
+
+    def __init__(
+        self, tensors: Sequence[Tensor], exchange: Exchange, group: dist.ProcessGroup, what: str
+    ) -> None:
+        self._exchange = exchange
+        super().__init__(tensors, group, (exchange.recv_counts, exchange.send_counts), what)
+
+    def _pack(self, parts: Sequence[Tensor]) -> None:
+        back = self._exchange.tensors(self._sent.device).arrival
+        if back is None:
+            torch.cat(self.flat, 1, out=self._sent)
+        else:
+            _pick(self.flat, parts, back)
+
+    def add_to(self, targets: Sequence[Tensor]) -> None:
+        """Adds what arrives to the owners' rows (rows, ...), in the order of the ranks."""
+        self.land()
+        self.hold_caller()
+        self._add([_view(x) for x in targets])
+        self._release()
+
+    def add_on_lane(self, targets: Sequence[Tensor]) -> None:
+        """The same, for what is queued on the lane."""
+        self.land()
+        with self.lane.behind_caller():
+            self._add([_view(x) for x in targets])
+        self._mark = self.lane.mark()
+
+    def _add(self, targets: Sequence[Tensor]) -> None:
+        parts = self._transfer.received.split(self.widths, 1)
+        pair, sums = _pair(parts), _pair(targets)
+        if pair is not None and sums is not None:
+            from keel.kernels.rows import add_rows
+
+            add_rows(pair, sums, *self._exchange.returning(parts[0].device))
+            return
+        counts = self._exchange.send_counts
+        index = self._exchange.tensors(parts[0].device).send_rows
+        # A rank asks for a row once, so no two additions of a part meet: the order is fixed.
+        for part, target in zip(parts, targets, strict=True):
+            for where, some in zip(index.split(counts), part.split(counts), strict=True):
+                target.index_add_(0, where, some.to(target.dtype))
+
+
+def _flat(x: Tensor) -> Tensor:
     """(rows, columns), a view where x allows one; rows may be none."""
     return x.reshape(len(x), math.prod(x.shape[1:]))
 
 
-def _pair(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _view(x: Tensor) -> Tensor:
+    """(rows, columns) to write to; an error if x would have to be copied for that."""
+    return x.view(len(x), math.prod(x.shape[1:]))
+
+
+def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
     """Keys and values for the kernels that move both at once; None: torch has to do."""
     if len(tensors) != 2 or not tensors[0].is_cuda:
         return None
     return tensors[0], tensors[1]
 
 
-class Cast:
-    """Wanted rows of several tensors (rows, ...) on their way; they travel as one."""
+def _pick(sources: Sequence[Tensor], targets: Sequence[Tensor], index: Tensor) -> None:
+    """targets[t][i] = sources[t][index[i]]."""
+    pair, into = _pair(sources), _pair(targets)
+    if pair is not None and into is not None:
+        from keel.kernels.rows import copy_rows
 
-    def __init__(
-        self, tensors: list[torch.Tensor], exchange: Exchange, group: dist.ProcessGroup, what: str
-    ) -> None:
-        self._exchange = exchange
-        self._shapes = [x.shape[1:] for x in tensors]
-        self._like = tensors[0]
-        rows = _picked([_flat(x) for x in tensors], exchange.tensors(self._like.device).send_rows)
-        self._pending = start_all_to_all(
-            rows, exchange.send_counts, exchange.recv_counts, group, what
-        )
-
-    def wait(self) -> list[torch.Tensor]:
-        """The tensors' rows in the wanted order."""
-        rows = self._pending.rows(self._like)
-        widths = [math.prod(shape) for shape in self._shapes]
-        parts = list(rows.split(widths, 1))
-        order = self._exchange.tensors(self._like.device).order
-        if order is not None:
-            parts = _ordered(parts, order)
-        return [x.unflatten(1, s) for x, s in zip(parts, self._shapes, strict=True)]
-
-
-def _picked(tensors: list[torch.Tensor], index: torch.Tensor) -> torch.Tensor:
-    """(len(index), all columns): rows of each tensor, side by side."""
-    pair = _pair(tensors)
-    if pair is None:
-        return torch.cat([x.index_select(0, index) for x in tensors], 1)
-    from keel.kernels.rows import copy_rows
-
-    first, second = pair
-    rows = first.new_empty(len(index), first.shape[1] + second.shape[1])
-    copy_rows(pair, (rows[:, : first.shape[1]], rows[:, first.shape[1] :]), index)
-    return rows
-
-
-def _ordered(parts: list[torch.Tensor], order: torch.Tensor) -> list[torch.Tensor]:
-    pair = _pair(parts)
-    if pair is None:
-        return [x.index_select(0, order) for x in parts]
-    from keel.kernels.rows import copy_rows
-
-    found = (torch.empty_like(pair[0]), torch.empty_like(pair[1]))
-    copy_rows(pair, found, order)
-    return list(found)
-
-
-class Reduce:
-    """Rows (wanted rows, ...) on their way back to their owners, to be added there."""
-
-    def __init__(
-        self, tensors: list[torch.Tensor], exchange: Exchange, group: dist.ProcessGroup, what: str
-    ) -> None:
-        self._exchange = exchange
-        self._like = tensors[0]
-        order = exchange.tensors(self._like.device).order
-        rows = torch.cat([_flat(x) for x in tensors], 1)
-        if order is not None:
-            rows = torch.empty_like(rows).index_copy_(0, order, rows)
-        self._pending = start_all_to_all(
-            rows, exchange.recv_counts, exchange.send_counts, group, what
-        )
-
-    def add_to(self, targets: list[torch.Tensor]) -> None:
-        """Adds what arrives to the owners' rows (rows, ...), in the order of the ranks."""
-        rows = self._pending.rows(self._like)
-        flat = [_flat(x) for x in targets]
-        parts = list(rows.split([x.shape[1] for x in flat], 1))
-        pair, sums = _pair(parts), _pair(flat)
-        if pair is not None and sums is not None:
-            from keel.kernels.rows import add_rows
-
-            add_rows(pair, sums, *self._exchange.returning(self._like.device))
-            return
-        counts = self._exchange.send_counts
-        index = self._exchange.tensors(self._like.device).send_rows
-        # A rank asks for a row once, so no two additions of a part meet: the order is fixed.
-        for part, target in zip(parts, flat, strict=True):
-            for where, some in zip(index.split(counts), part.split(counts), strict=True):
-                target.index_add_(0, where, some.to(target.dtype))
+        copy_rows(pair, into, index)
+        return
+    for source, target in zip(sources, targets, strict=True):
+        torch.index_select(source, 0, index, out=target)

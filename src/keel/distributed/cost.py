@@ -115,22 +115,22 @@ def best_degree(
     return 1 + first_of_the_best(times)
 
 
-def expected_ms(mask: AttnMask, layout: Layout, model: CostModel) -> float:
-    """Of self-attention on a layout, both directions, with few stages or many."""
-    if layout.num_ranks > MAX_PLANNED_RANKS:
-        return _rough_ms(mask, layout, model)
-    plans = [make_plan(mask, layout, layout, degree) for degree in (1, MAX_AUTO_DEGREE)]
+def expected_ms(mask: AttnMask, q_layout: Layout, k_layout: Layout, model: CostModel) -> float:
+    """Of attention on layouts, both directions, with few stages or many."""
+    if q_layout.num_ranks > MAX_PLANNED_RANKS:
+        return _rough_ms(mask, q_layout, k_layout, model)
+    plans = [make_plan(mask, q_layout, k_layout, degree) for degree in (1, MAX_AUTO_DEGREE)]
     return sum(
         min(estimate(plan, model, backward=back).slowest for plan in plans)
         for back in (False, True)
     )
 
 
-def _rough_ms(mask: AttnMask, layout: Layout, model: CostModel) -> float:
+def _rough_ms(mask: AttnMask, q_layout: Layout, k_layout: Layout, model: CostModel) -> float:
     """The shorter of work and traffic is taken to be hidden."""
     unit = 128
-    area = work_of_ranks(mask, layout, unit).max(initial=0.0) * unit * unit
-    rows = rows_received(mask, layout).max(initial=0)
+    area = work_of_ranks(mask, q_layout, unit).max(initial=0.0) * unit * unit
+    rows = rows_received(mask, q_layout, k_layout).max(initial=0)
     return sum(
         max(float(model.compute_ms(area, back)), float(model.transfer_ms(rows, back)))
         for back in (False, True)

@@ -6,12 +6,15 @@ used get the sum of what those ranks found.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.function import once_differentiable
 
+from keel._versions import outside_of_graphs
 from keel.distributed.agreement import check_agreement
 from keel.distributed.comm import Cast, Reduce
 from keel.distributed.keys import AttnKey
@@ -19,6 +22,7 @@ from keel.distributed.layout import Layout
 from keel.distributed.plan import Exchange, Segments, exchange_of, overlaps
 
 
+@outside_of_graphs
 def dispatch(x: torch.Tensor, key: AttnKey, dim: int = 0, *, keys: bool = False) -> torch.Tensor:
     """This rank's tokens of a global tensor that every rank holds; no communication.
 
@@ -39,6 +43,7 @@ def dispatch(x: torch.Tensor, key: AttnKey, dim: int = 0, *, keys: bool = False)
     return x.index_select(dim, rows)
 
 
+@outside_of_graphs
 def undispatch(
     x: torch.Tensor, key: AttnKey, dim: int = 0, *, keys: bool = False, replicated: bool = True
 ) -> torch.Tensor:
@@ -51,10 +56,11 @@ def undispatch(
     """
     layout = key.k_layout if keys else key.q_layout
     _check_local(x, layout, key, dim)
-    everything = [(rank, 0, layout.total) for rank in range(layout.num_ranks)]
-    return _moved(x, key, dim, layout, everything, replicated=replicated)
+    mine = torch.from_numpy(layout.tokens_of(key.rank)).to(x.device) if replicated else None
+    return _moved(x, key, dim, _of_all(layout, key.rank), mine, undispatch=replicated)
 
 
+@outside_of_graphs
 def roll(
     x: torch.Tensor, shift: int, key: AttnKey, dim: int = 0, *, keys: bool = False
 ) -> torch.Tensor:
@@ -64,14 +70,10 @@ def roll(
     """
     layout = key.k_layout if keys else key.q_layout
     _check_local(x, layout, key, dim)
-    total = layout.total
-    wanted = []
-    for start, end, rank in zip(layout.starts, layout.ends, layout.ranks, strict=True):
-        begin = int(start - shift) % total
-        length = int(end - start)
-        head = min(length, total - begin)
-        wanted += [(int(rank), begin, begin + head), (int(rank), 0, length - head)]
-    return _moved(x, key, dim, layout, wanted, rolled=shift)
+    rolled = _moved(x, key, dim, _of_rolled(layout, key.rank, shift), roll=shift)
+    taken = (layout.tokens_of(key.rank) - shift) % max(layout.total, 1)
+    order = np.argsort(np.argsort(taken))  # they came in the order of the axis they were taken from
+    return rolled.index_select(dim, torch.from_numpy(order).to(x.device))
 
 
 def _check_tensor(x: object) -> None:
@@ -94,23 +96,38 @@ def _moved(
     x: torch.Tensor,
     key: AttnKey,
     dim: int,
-    layout: Layout,
-    wanted: list[tuple[int, int, int]],
-    rolled: int = 0,
-    replicated: bool = False,
+    exchange: Exchange,
+    mine: torch.Tensor | None = None,
+    **what: object,
 ) -> torch.Tensor:
-    check_agreement(key)
-    exchange = _exchange(wanted, layout, key.rank)
-    mine = torch.from_numpy(layout.tokens_of(key.rank)).to(x.device) if replicated else None
-    moved = _Move.apply(x.movedim(dim, 0), exchange, key, mine)
-    if rolled and len(moved):  # they came in the order of the axis they were taken from
-        taken = (layout.tokens_of(key.rank) - rolled) % layout.total
-        order = torch.from_numpy(np.argsort(np.argsort(taken))).to(x.device)
-        moved = moved.index_select(0, order)
+    x = x.movedim(dim, 0)
+    if mine is None:  # else the way back is no collective
+        what["need_of_gradients"] = torch.is_grad_enabled() and x.requires_grad
+    check_agreement(key, **what, dtype=x.dtype, other_dims=tuple(x.shape[1:]))
+    moved: torch.Tensor = _Move.apply(x, exchange, key, mine)
     return moved.movedim(0, dim)
 
 
+@functools.lru_cache(maxsize=8)
+def _of_all(layout: Layout, rank: int) -> Exchange:
+    """All tokens to all ranks."""
+    everything = [(to, 0, layout.total) for to in range(layout.num_ranks)]
+    return _exchange(everything, layout, rank)
+
+
+@functools.lru_cache(maxsize=8)
+def _of_rolled(layout: Layout, rank: int, shift: int) -> Exchange:
+    """To each rank the tokens `shift` before its own, in the order of the axis."""
+    wanted = []
+    for start, end, to in zip(layout.starts, layout.ends, layout.ranks, strict=True):
+        begin, length = int(start - shift) % layout.total, int(end - start)
+        head = min(length, layout.total - begin)
+        wanted += [(int(to), begin, begin + head), (int(to), 0, length - head)]
+    return _exchange(wanted, layout, rank)
+
+
 def _exchange(wanted: list[tuple[int, int, int]], layout: Layout, rank: int) -> Exchange:
+    """To each rank `to` the tokens [lo, hi)."""
     dst, lo, hi = np.array(wanted, np.int64).reshape(-1, 3).T
     at, piece = overlaps(lo, hi, layout.starts, layout.ends)
     segments = Segments(
@@ -142,6 +159,7 @@ class _Move(torch.autograd.Function):
         return moved.reshape(len(moved), *rows.shape[1:])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.mine is not None:
             return grad.index_select(0, ctx.mine), None, None, None

@@ -8,13 +8,14 @@ node first, so that one sum crosses. A rank's *pool* is its own rows, then what 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from keel.distributed.comm import Cast, Reduce
+from keel.distributed.comm import Cast, Reduce, queues
 from keel.distributed.layout import Layout
 from keel.distributed.plan import (
     Exchange,
@@ -26,6 +27,8 @@ from keel.distributed.plan import (
     rows_of,
 )
 from keel.masks.arrays import order_by, ragged_arange
+
+Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -124,35 +127,64 @@ def _inside(
 
 
 class RoutedCast:
-    """`Cast` over two links; the second begins when the first is waited for."""
+    """`Cast` over two links.
 
-    def __init__(self, tensors: list[torch.Tensor], route: Route, links: Links, what: str) -> None:
+    Where the backend queues, both steps are on the lane at once. Where it blocks the host, the
+    second begins with `pass_on`, which waits for the first; `wait` does what is left.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], route: Route, links: Links, what: str) -> None:
         self._tensors, self._route, self._links, self._what = tensors, route, links, what
         self._outside = Cast(tensors, route.between, links.between, f"{what}, between nodes")
+        self._inside: Cast | None = None
+        if queues(links.between, tensors[0].device):
+            self.pass_on()
 
-    def wait(self) -> list[torch.Tensor]:
+    def pass_on(self) -> None:
+        if self._inside is not None:
+            return
+        came = self._outside.landed()
         pools = [
-            torch.cat([own, came])
-            for own, came in zip(self._tensors, self._outside.wait(), strict=True)
+            own.new_empty(len(own) + len(rows), *own.shape[1:])
+            for own, rows in zip(self._tensors, came, strict=True)
         ]
+        with self._outside.lane.behind_caller():
+            for pool, own, rows in zip(pools, self._tensors, came, strict=True):
+                torch.cat([own, rows], out=pool)
         what = f"{self._what}, inside the node"
-        return Cast(pools, self._route.inside, self._links.inside, what).wait()
+        self._inside = Cast(pools, self._route.inside, self._links.inside, what)
+
+    def wait(self) -> list[Tensor]:
+        self.pass_on()
+        assert self._inside is not None
+        return self._inside.wait()
 
 
 class RoutedReduce:
-    """`Reduce` over two links: sums of a node cross once."""
+    """`Reduce` over two links: sums of a node cross once. Steps begin as in `RoutedCast`."""
 
-    def __init__(self, tensors: list[torch.Tensor], route: Route, links: Links, what: str) -> None:
-        self._route, self._links, self._what = route, links, what
+    def __init__(self, tensors: Sequence[Tensor], route: Route, links: Links, what: str) -> None:
+        self._tensors, self._route, self._links, self._what = tensors, route, links, what
         self._inside = Reduce(tensors, route.inside, links.inside, f"{what}, inside the node")
+        self._outside: Reduce | None = None
+        if queues(links.inside, tensors[0].device):
+            self.pass_on()
 
-    def add_to(self, targets: list[torch.Tensor]) -> None:
+    def pass_on(self) -> None:
+        if self._outside is not None:
+            return
         local, foreign = self._route.num_local, self._route.between.num_received
-        pools = [x.new_zeros(local + foreign, *x.shape[1:]) for x in targets]
-        self._inside.add_to(pools)
-        what = f"{self._what}, between nodes"
-        parts = [pool[local:] for pool in pools]
-        outside = Reduce(parts, self._route.between, self._links.between, what)
-        for target, pool in zip(targets, pools, strict=True):
-            target += pool[:local]
-        outside.add_to(targets)
+        pools = [x.new_zeros(local + foreign, *x.shape[1:]) for x in self._tensors]
+        self._inside.add_on_lane(pools)
+        self._own = [pool[:local] for pool in pools]
+        what, parts = f"{self._what}, between nodes", [pool[local:] for pool in pools]
+        self._outside = Reduce(parts, self._route.between, self._links.between, what)
+
+    def add_to(self, targets: Sequence[Tensor]) -> None:
+        self.pass_on()
+        assert self._outside is not None
+        self._outside.land()
+        self._outside.hold_caller()
+        for target, own in zip(targets, self._own, strict=True):
+            target += own
+        self._outside.add_to(targets)

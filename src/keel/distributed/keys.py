@@ -23,6 +23,7 @@ from keel.distributed.balance import balanced
 from keel.distributed.cost import CostModel, best_degree, expected_ms, first_of_the_best
 from keel.distributed.hierarchy import Links
 from keel.distributed.layout import Layout
+from keel.distributed.placement import near_readers
 from keel.distributed.plan import MAX_DEGREE, Plan, make_plan
 from keel.masks import AttnMask
 from keel.masks.mask import RangesLike, TypesLike
@@ -180,7 +181,8 @@ def flex_key(
             crosses between two nodes once, however many ranks want it there.
         balance: "contiguous", "zigzag", "solver", or a Layout of the queries.
         k_balance: the same for the keys, where they are other tokens than the queries
-            (cross-attention); None: they are the same tokens.
+            (cross-attention); "solver": near the queries that read them; None: they are the same
+            tokens.
         degree: stages in which remote keys arrive; 0: one blocking fetch and one kernel call;
             "auto": what the cost model finds fastest.
         backward_degree: the same for the backward; None: as forward.
@@ -195,16 +197,21 @@ def flex_key(
     if isinstance(group, DeviceMesh) and group.ndim == 2:
         links = Links(group.get_group(0), group.get_group(1), group.size(1))
     model = CostModel() if cost is None else cost
-    q_layout = _layout(balance, mask, mask.tq, size, model, "balance")
     if k_balance is None:
         if mask.tq != mask.tk:
             raise ValueError(
                 f"queries ({mask.tq}) and keys ({mask.tk}) are different tokens: say with "
                 "k_balance how keys are laid out"
             )
+        q_layout = _layout(balance, mask.tq, size, "balance")
+        q_layout = _solved(mask, size, model) if q_layout is None else q_layout
         k_layout = q_layout
     else:
-        k_layout = _layout(k_balance, mask, mask.tk, size, model, "k_balance")
+        given = (
+            _layout(balance, mask.tq, size, "balance"),
+            _layout(k_balance, mask.tk, size, "k_balance"),
+        )
+        q_layout, k_layout = _solved_cross(mask, size, model, *given)
     if backward_degree is None:
         backward_degree = degree if degree != "auto" or not keep_remote_keys else None
     both = (mask, q_layout, k_layout, model)
@@ -281,6 +288,11 @@ def _group_of(
                 f"the mesh must have one dim, or two (nodes, ranks of a node), got {group.ndim}: "
                 "slice it, as in mesh['cp']"
             )
+        if group.ndim == 2 and group.mesh_dim_names is None:
+            raise ValueError(
+                "a mesh of two dims needs names, or torch cannot make a group of all its ranks: "
+                "pass mesh_dim_names=('node', 'rank') to init_device_mesh"
+            )
         process_group: dist.ProcessGroup | None = flat_group(group)
     else:
         process_group = group
@@ -313,9 +325,8 @@ def _degree(
     return degree
 
 
-def _layout(
-    balance: Balance | Layout, mask: AttnMask, total: int, size: int, model: CostModel, name: str
-) -> Layout:
+def _layout(balance: Balance | Layout, total: int, size: int, name: str) -> Layout | None:
+    """A layout that does not look at the mask; None: the solver has to."""
     if isinstance(balance, Layout):
         if balance.num_ranks != size or balance.total != total:
             raise ValueError(
@@ -323,21 +334,46 @@ def _layout(
                 f"expected {total} over {size}"
             )
         return balance
-    if balance == "contiguous" or (balance == "solver" and mask.tq != mask.tk):
+    if balance == "contiguous":
         return layouts.contiguous(total, size)
     if balance == "zigzag":
         return layouts.zigzag(total, size)
     if balance == "solver":
-        return _solved(mask, size, model)
+        return None
     raise ValueError(
         f"{name} must be 'contiguous', 'zigzag', 'solver' or a Layout, got {balance!r}"
     )
 
 
+def _unit(total: int, size: int) -> int:
+    return max(1, min(UNIT, total // (8 * size)))  # or few tokens would be few runs
+
+
 @functools.lru_cache(maxsize=64)
 def _solved(mask: AttnMask, size: int, model: CostModel) -> Layout:
     """The balanced layout; or a simple one, where balance does not pay for its traffic."""
-    unit = max(1, min(UNIT, mask.tq // (8 * size)))  # or few tokens would be few runs
     candidates = [make(mask.tq, size) for make in (layouts.contiguous, layouts.zigzag)]
-    candidates.append(balanced(mask, size, unit=unit))
-    return candidates[first_of_the_best([expected_ms(mask, x, model) for x in candidates])]
+    candidates.append(balanced(mask, size, unit=_unit(mask.tq, size)))
+    return candidates[first_of_the_best([expected_ms(mask, x, x, model) for x in candidates])]
+
+
+@functools.lru_cache(maxsize=64)
+def _solved_cross(
+    mask: AttnMask, size: int, model: CostModel, q_layout: Layout | None, k_layout: Layout | None
+) -> tuple[Layout, Layout]:
+    """The same where keys are other tokens; what is given is left as it is."""
+
+    @functools.cache
+    def keys_of(queries: Layout) -> Layout:
+        if k_layout is not None:
+            return k_layout
+        return near_readers(mask, queries, unit=_unit(mask.tk, size))
+
+    if q_layout is not None:
+        return q_layout, keys_of(q_layout)
+    simple = [make(mask.tq, size) for make in (layouts.contiguous, layouts.zigzag)]
+    queries = [*simple, balanced(mask, size, unit=_unit(mask.tq, size), keys_of=keys_of)]
+    candidates = [(x, keys_of(x)) for x in queries]
+    if k_layout is None:
+        candidates.insert(0, (simple[0], layouts.contiguous(mask.tk, size)))
+    return candidates[first_of_the_best([expected_ms(mask, *x, model) for x in candidates])]

@@ -7,13 +7,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from keel._versions import backend_of
+from keel.distributed.agreement import agree
+from keel.distributed.failures import failure
+
 
 class PendingMaximum:
-    def __init__(self, work: Any, packed: torch.Tensor, device: torch.device) -> None:
-        self._work, self._packed, self._device = work, packed, device
+    def __init__(
+        self, work: Any, packed: torch.Tensor, device: torch.device, group: dist.ProcessGroup
+    ) -> None:
+        self._work, self._packed, self._device, self._group = work, packed, device, group
 
     def wait(self) -> torch.Tensor:
-        self._work.wait()
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise failure("taking the maximum of max logits", self._group, error) from error
         top, bad = self._packed.to(self._device).unbind()
         return torch.where(bad > 0, torch.nan, top)
 
@@ -25,10 +34,10 @@ def start_maximum(top: torch.Tensor, group: dist.ProcessGroup) -> PendingMaximum
     """
     bad = top.isnan()
     packed = torch.stack([top.masked_fill(bad, -torch.inf), bad.to(top.dtype)])
-    if dist.get_backend(group) == "gloo":
+    if backend_of(group, packed.device) in ("gloo", None):
         packed = packed.cpu()
     work = dist.all_reduce(packed, dist.ReduceOp.MAX, group=group, async_op=True)
-    return PendingMaximum(work, packed, top.device)
+    return PendingMaximum(work, packed, top.device, group)
 
 
 class MaxLogitsTracker:
@@ -53,7 +62,7 @@ class MaxLogitsTracker:
     def reduce(self, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
         """(h,) of each call over all ranks, by one all-reduce; the tracker is empty afterwards.
 
-        Every rank of the group must have made the same calls.
+        Every rank of the group must have made the same calls; an error says so where they did not.
         """
         if not self._tops:
             return []
@@ -64,6 +73,8 @@ class MaxLogitsTracker:
             )
         group = dist.group.WORLD if group is None else group
         assert group is not None
+        heads = tuple(len(x) for x in self._tops)
+        agree(group, {}, {"heads_of_max_logits": heads}, self)
         tops, self._tops = self._tops, []
         packed = start_maximum(torch.cat(tops), group).wait()
         return list(packed.split([len(x) for x in tops]))

@@ -10,6 +10,7 @@ are neighbours there stay neighbours in the buffer, and slices are cut only wher
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -44,6 +45,8 @@ class ExchangeTensors(NamedTuple):
 
     send_rows: torch.Tensor
     order: torch.Tensor | None
+    arrival: torch.Tensor | None
+    """The other way round: which of the wanted rows each received one is."""
 
 
 class ReturnTensors(NamedTuple):
@@ -76,11 +79,14 @@ class Exchange:
     def tensors(self, device: torch.device) -> ExchangeTensors:
         """Copied to a device once."""
         if device not in self._on_devices:
+            order = arrival = None
             with torch.inference_mode(False):  # kept: must serve evaluation and training alike
-                self._on_devices[device] = ExchangeTensors(
-                    torch.from_numpy(self.send_rows).to(device),
-                    None if self.order is None else torch.from_numpy(self.order).to(device),
-                )
+                send_rows = torch.from_numpy(self.send_rows).to(device)
+                if self.order is not None:
+                    order = torch.from_numpy(self.order).to(device)
+                    arrival = torch.empty_like(order)
+                    arrival[order] = torch.arange(len(order), device=device)
+                self._on_devices[device] = ExchangeTensors(send_rows, order, arrival)
         return self._on_devices[device]
 
     def returning(self, device: torch.device) -> ReturnTensors:
@@ -183,6 +189,13 @@ def make_plan(mask: AttnMask, q_layout: Layout, k_layout: Layout, degree: int) -
 
 def fresh_plan(mask: AttnMask, q_layout: Layout, k_layout: Layout, degree: int) -> Plan:
     """`make_plan` that remembers nothing: plans of thousands of ranks are large."""
+    return next(fresh_plans(mask, q_layout, k_layout, (degree,)))
+
+
+def fresh_plans(
+    mask: AttnMask, q_layout: Layout, k_layout: Layout, degrees: Iterable[int]
+) -> Iterator[Plan]:
+    """`fresh_plan` for several degrees, one after the other; they share what does not differ."""
     if (q_layout.total, k_layout.total) != mask.shape:
         raise ValueError(
             f"the mask is for (tq, tk) = {mask.shape}, but the layouts have "
@@ -192,18 +205,20 @@ def fresh_plan(mask: AttnMask, q_layout: Layout, k_layout: Layout, degree: int) 
         raise ValueError(
             f"queries are laid out over {q_layout.num_ranks} ranks, keys over {k_layout.num_ranks}"
         )
-    if not 0 <= degree <= MAX_DEGREE:
-        raise ValueError(f"degree must be in 0..{MAX_DEGREE}, got {degree}")
     seen = _seen_by_pieces(mask.array, q_layout)
-    segments = _segments(seen, k_layout, degree)
-    return Plan(
-        mask,
-        q_layout,
-        k_layout,
-        degree,
-        segments,
-        _local_slices(seen, q_layout, k_layout, segments, degree),
-    )
+    whole = _segments(seen, k_layout)
+    for degree in degrees:
+        if not 0 <= degree <= MAX_DEGREE:
+            raise ValueError(f"degree must be in 0..{MAX_DEGREE}, got {degree}")
+        segments = _staged(whole, k_layout.num_ranks, degree) if degree else whole
+        yield Plan(
+            mask,
+            q_layout,
+            k_layout,
+            degree,
+            segments,
+            _local_slices(seen, q_layout, k_layout, segments, degree),
+        )
 
 
 class _Seen(NamedTuple):
@@ -243,7 +258,8 @@ def _seen_by_pieces(slices: Ints, layout: Layout) -> _Seen:
     return _Seen(*(column[ka < kb] for column in seen))
 
 
-def _segments(seen: _Seen, k_layout: Layout, degree: int) -> Segments:
+def _segments(seen: _Seen, k_layout: Layout) -> Segments:
+    """What each rank needs of whom, all in stage 0."""
     width = k_layout.total + 1  # one axis for all ranks, with a gap between them
     lo, hi = merged(seen.rank * width + seen.ka, seen.rank * width + seen.kb)
     rank = lo // width
@@ -252,8 +268,7 @@ def _segments(seen: _Seen, k_layout: Layout, degree: int) -> Segments:
     lo = np.maximum(lo[at], k_layout.starts[piece])
     hi = np.minimum(hi[at], k_layout.ends[piece])
     dst, src = rank[at], k_layout.ranks[piece]
-    segments = Segments(dst, src, np.zeros(len(dst), np.int64), lo, hi, piece)
-    return segments if degree == 0 else _staged(segments, k_layout.num_ranks, degree)
+    return Segments(dst, src, np.zeros(len(dst), np.int64), lo, hi, piece)
 
 
 def merged(lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
@@ -297,16 +312,22 @@ def _local_slices(
     k0, k1 = np.maximum(seen.ka[at], lo[run]), np.minimum(seen.kb[at], hi[run])
     band_lo, band_hi = seen.lo[at], seen.hi[at]
     q0, q1 = np.maximum(seen.a[at], k0 - band_hi), np.minimum(seen.b[at], k1 - band_lo)
+    keep = (q0 < q1) & (k0 < k1)
+    if not keep.all():
+        at, run, q0, q1, k0, k1 = (x[keep] for x in (at, run, q0, q1, k0, k1))
+        band_lo, band_hi = band_lo[keep], band_hi[keep]
     shift_q = (q_layout.local_starts - q_layout.starts)[seen.piece[at]]
     shift_k = shift[run]
-    slices = np.stack(
-        [
-            *(seen.rank[at], stage[run], q0 + shift_q, q1 + shift_q, k0 + shift_k, k1 + shift_k),
-            *(_moved(band, shift_k - shift_q) for band in (band_lo, band_hi)),
-        ],
-        axis=1,
-    )[(q0 < q1) & (k0 < k1)]
-    return slices[order_by(slices[:, 0], slices[:, 1])]
+    rank, stage = seen.rank[at], stage[run]
+    columns = [
+        *(rank, stage, q0 + shift_q, q1 + shift_q, k0 + shift_k, k1 + shift_k),
+        *(_moved(band, shift_k - shift_q) for band in (band_lo, band_hi)),
+    ]
+    place = rank * (MAX_DEGREE + 1) + stage
+    if (place[1:] < place[:-1]).any():
+        order = order_by(place)
+        columns = [x[order] for x in columns]
+    return np.stack(columns).T  # columns are read one at a time
 
 
 def _moved(band: Ints, shift: Ints) -> Ints:

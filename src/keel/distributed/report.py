@@ -23,7 +23,7 @@ from keel.distributed.cost import (
 )
 from keel.distributed.keys import AttnKey, Balance, Degree, flex_key
 from keel.distributed.layout import Layout
-from keel.distributed.plan import Plan, fresh_plan, merged, overlaps
+from keel.distributed.plan import Plan, fresh_plan, fresh_plans, merged, overlaps
 from keel.masks import AttnMask
 from keel.masks.arrays import Ints
 
@@ -152,15 +152,14 @@ def simulate(
     [1.0, 1.0, 1.0, 1.0]
     """
     model = CostModel() if model is None else model
-    layouts = _layouts(mask, num_ranks, balance)
-    if not _fits(mask, *layouts, max(_degrees(degree))):
+    strategies = compare(mask, num_ranks, model, degree=degree, on_step=on_step)
+    chosen = next(x for x in strategies if x.name == balance)
+    if chosen.degree is None or chosen.backward_degree is None:
         raise ValueError(
             f"the plan of this mask with balance {balance!r} on {num_ranks} ranks is too large "
             "to make here: take fewer ranks or another balance"
         )
-    strategies = compare(mask, num_ranks, model, degree=degree, on_step=on_step)
-    chosen = next(x for x in strategies if x.name == balance)
-    assert chosen.degree is not None and chosen.backward_degree is not None
+    layouts = _layouts(mask, num_ranks, balance, model)
     forward = backward = fresh_plan(mask, *layouts, chosen.degree)
     if chosen.backward_degree != chosen.degree:
         backward = fresh_plan(mask, *layouts, chosen.backward_degree)
@@ -195,7 +194,7 @@ def compare(
     for n, name in enumerate(BALANCES):
         if on_step is not None:
             on_step(name, n, len(BALANCES) + 1)
-        layouts = _layouts(mask, num_ranks, name)
+        layouts = _layouts(mask, num_ranks, name, model)
         if layouts in seen:
             same = seen[layouts]
             strategies.append(same._replace(name=name, note=f"same as {same.name}"))
@@ -296,13 +295,16 @@ def _degrees(degree: Degree) -> tuple[int, ...]:
     return tuple(range(1, MAX_AUTO_DEGREE + 1)) if degree == "auto" else (degree,)
 
 
-def _layouts(mask: AttnMask, num_ranks: int, balance: Balance) -> tuple[Layout, Layout]:
+def _layouts(
+    mask: AttnMask, num_ranks: int, balance: Balance, model: CostModel
+) -> tuple[Layout, Layout]:
     key = flex_key(
         mask,
         num_ranks=num_ranks,
         balance=balance,
         k_balance=None if mask.tq == mask.tk else balance,
         degree=1,  # any but "auto", which would make plans
+        cost=model,
     )
     return key.q_layout, key.k_layout
 
@@ -343,8 +345,7 @@ def _assess(
 ) -> Strategy:
     """The figures of a strategy with the degrees that `best_degree` would choose of these."""
     slowest: dict[bool, list[float]] = {False: [], True: []}
-    for degree in degrees:  # one plan at a time: they are large
-        plan = fresh_plan(mask, *layouts, degree)
+    for plan in fresh_plans(mask, *layouts, degrees):  # one at a time: they are large
         for backward, times in slowest.items():
             times.append(estimate(plan, model, backward=backward).slowest)
         scheme = scheme_of(name, plan, model)  # the same for every degree

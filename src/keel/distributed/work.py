@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from numpy.typing import NDArray
 
 from keel.distributed.layout import Layout
+from keel.distributed.plan import merged
 from keel.masks.arrays import Ints, order_by, ragged_arange
 from keel.masks.intervals import RowIntervals
 from keel.masks.mask import AttnMask
@@ -13,11 +16,14 @@ from keel.masks.mask import AttnMask
 Floats = NDArray[np.float64]
 
 
+@functools.lru_cache(maxsize=8)
 def tile_work(mask: AttnMask, unit: int) -> Floats:
     """(ceil(tq / unit),) tiles of unit x unit pairs that each unit of queries touches."""
     count = -(-mask.tq // unit)
     tile, lo, hi = _seen(mask.row_intervals(), np.arange(count + 1) * unit)
-    return _covered(tile, lo // unit, -(-hi // unit), count).astype(np.float64)
+    work = _covered(tile, lo // unit, -(-hi // unit), count).astype(np.float64)
+    work.flags.writeable = False  # all who ask get this one
+    return work
 
 
 def work_of_ranks(mask: AttnMask, layout: Layout, unit: int = 128) -> Floats:
@@ -29,14 +35,42 @@ def work_of_ranks(mask: AttnMask, layout: Layout, unit: int = 128) -> Floats:
     return np.bincount(layout.ranks, mine, layout.num_ranks).astype(np.float64)
 
 
-def rows_received(mask: AttnMask, layout: Layout) -> Ints:
-    """(num_ranks,) distinct keys that the queries of a rank see and that it does not hold."""
-    if not mask.tq == mask.tk == layout.total:
-        raise ValueError(f"a layout of {layout.total} tokens does not fit a mask of {mask.shape}")
+def rows_received(mask: AttnMask, layout: Layout, k_layout: Layout | None = None) -> Ints:
+    """(num_ranks,) distinct keys that the queries of a rank see and that it does not hold.
+
+    k_layout: where keys are, if they are other tokens than the queries.
+    """
+    k_layout = layout if k_layout is None else k_layout
+    if mask.shape != (layout.total, k_layout.total):
+        raise ValueError(
+            f"layouts of {(layout.total, k_layout.total)} tokens do not fit a mask of {mask.shape}"
+        )
     piece, lo, hi = _seen(mask.row_intervals(), np.append(layout.starts, layout.total))
-    rank = np.concatenate([layout.ranks[piece], layout.ranks])
-    lo, hi = np.concatenate([lo, layout.starts]), np.concatenate([hi, layout.ends])
-    return _covered(rank, lo, hi, layout.num_ranks) - layout.rows
+    rank = np.concatenate([layout.ranks[piece], k_layout.ranks])
+    lo, hi = np.concatenate([lo, k_layout.starts]), np.concatenate([hi, k_layout.ends])
+    return _covered(rank, lo, hi, layout.num_ranks) - k_layout.rows
+
+
+def tiles_read(mask: AttnMask, layout: Layout, unit: int) -> tuple[Floats, Floats]:
+    """(num_ranks, ceil(tk / unit)) each: rows of a unit of keys that the queries of a rank see, and
+    tiles of unit x unit pairs in which they see some of them."""
+    count, num_ranks = -(-mask.tk // unit), layout.num_ranks
+    grid = np.arange(0, mask.tq, unit)
+    bounds = np.unique(np.concatenate([grid, layout.starts, [mask.tq]]))
+    part, lo, hi = _seen(mask.row_intervals(), bounds)
+    rank = layout.ranks[np.searchsorted(layout.ends, bounds[:-1], "right")][part]
+    lo, hi, rank = lo[lo < hi], hi[lo < hi], rank[lo < hi]
+    steps = np.zeros((num_ranks, count + 1))
+    np.add.at(steps, (rank, lo // unit), 1.0)
+    np.add.at(steps, (rank, (hi - 1) // unit + 1), -1.0)
+    # Of each rank's union of intervals, what lies in front of each bound of units.
+    width = mask.tk + 1
+    lo, hi = merged(rank * width + lo, rank * width + hi)
+    before = np.append(0, np.cumsum(hi - lo))
+    edges = np.minimum(np.arange(count + 1) * unit, mask.tk) + np.arange(num_ranks)[:, None] * width
+    at = np.searchsorted(lo, edges, "right")
+    seen = before[at] - np.maximum(np.append(0, hi)[at] - edges, 0)
+    return np.diff(seen, axis=1).astype(np.float64), steps.cumsum(1)[:, :-1]
 
 
 def _seen(rows: RowIntervals, bounds: Ints) -> tuple[Ints, Ints, Ints]:

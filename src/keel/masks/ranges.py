@@ -48,6 +48,18 @@ class AttnRange:
         except TypeError:
             raise TypeError(f"a range must hold two integers, got {value!r}") from None
 
+    @classmethod
+    def from_range(cls, value: RangeLike, check: bool = False) -> AttnRange:
+        """`of`. Ranges are checked when they are made, whatever `check` says; so everywhere."""
+        return cls.of(value)
+
+    def to_naive_range(self) -> tuple[int, int]:
+        return self.start, self.end
+
+    def clone(self) -> AttnRange:
+        """Itself: ranges do not change."""
+        return self
+
     @property
     def seqlen(self) -> int:
         """Number of tokens."""
@@ -74,6 +86,10 @@ class AttnRange:
         first = max(self.start, start)
         return AttnRange(first, max(first, min(self.end, end)))
 
+    def truncate(self, start: int | None = None, end: int | None = None) -> AttnRange:
+        """`cut`, where a side that is not given stays."""
+        return self.cut(self.start if start is None else start, self.end if end is None else end)
+
     def intersect(self, other: RangeLike) -> AttnRange:
         """The common part; empty when there is none."""
         other = AttnRange.of(other)
@@ -86,6 +102,26 @@ class AttnRange:
     def union_size(self, other: RangeLike) -> int:
         """Number of tokens in either."""
         return len(self) + len(AttnRange.of(other)) - self.intersect_size(other)
+
+    def union(self, other: RangeLike) -> list[AttnRange]:
+        """The tokens of both: one range if they overlap or touch, else two, ascending.
+
+        >>> AttnRange(4, 6).union((0, 4)), AttnRange(4, 6).union((0, 3))
+        ([AttnRange(0, 6)], [AttnRange(0, 3), AttnRange(4, 6)])
+        """
+        return [*AttnRanges([self, other]).merge()] or [self]
+
+    def diff_by(self, other: RangeLike) -> list[AttnRange]:
+        """The tokens of the *other* that are not in this one, as up to two ranges.
+
+        >>> AttnRange(2, 4).diff_by((0, 9))
+        [AttnRange(0, 2), AttnRange(4, 9)]
+        """
+        return [*AttnRanges([other]).find_hole_ranges(AttnRanges([self]))]
+
+    def is_subrange_of(self, other: RangeLike) -> bool:
+        """Whether both ends lie in the other one."""
+        return self in AttnRange.of(other)
 
     def is_overlap_with(self, other: RangeLike) -> bool:
         return self.intersect_size(other) > 0
@@ -116,33 +152,44 @@ class AttnRanges(Sequence[AttnRange]):
         self._ranges = [AttnRange.of(r) for r in ranges]
 
     @classmethod
-    def from_ranges(cls, ranges: Iterable[RangeLike]) -> AttnRanges:
+    def from_ranges(cls, ranges: Iterable[RangeLike], check: bool = False) -> AttnRanges:
         """From pairs (start, end)."""
         return cls(ranges)
 
     @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Iterable[int], seqlen: int | None = None) -> AttnRanges:
-        """The documents between cumulative bounds 0 = c0 <= c1 <= ... <= cn (= seqlen)."""
+    def from_cu_seqlens(cls, cu_seqlens: Iterable[int], seq_len: int | None = None) -> AttnRanges:
+        """The documents between cumulative bounds 0 = c0 <= c1 <= ... <= cn (= seq_len)."""
         bounds = [operator.index(c) for c in cu_seqlens]
         if not bounds or bounds[0] != 0:
             raise ValueError(f"cu_seqlens must start with 0, got {bounds[:4]}")
         for n, (a, b) in enumerate(pairwise(bounds)):
             if b < a:
                 raise ValueError(f"cu_seqlens must not decrease, got {a} then {b} at {n + 1}")
-        if seqlen is not None and bounds[-1] != seqlen:
-            raise ValueError(f"cu_seqlens must end with seqlen={seqlen}, got {bounds[-1]}")
+        if seq_len is not None and bounds[-1] != seq_len:
+            raise ValueError(f"cu_seqlens must end with seq_len={seq_len}, got {bounds[-1]}")
         return cls(pairwise(bounds))
 
     def to_list(self) -> list[tuple[int, int]]:
         """Pairs (start, end)."""
         return [(r.start, r.end) for r in self._ranges]
 
+    to_naive_ranges = to_list
+
+    def clone(self) -> AttnRanges:
+        """A list of its own with the same ranges."""
+        return AttnRanges(self._ranges)
+
     def to_tensor(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """(n, 2) int32 tensor."""
         return torch.tensor(self.to_list(), dtype=torch.int32, device=device).reshape(-1, 2)
 
-    def to_cu_seqlens(self) -> list[int]:
-        """Cumulative bounds; the ranges must follow each other from 0 without gaps."""
+    def is_cu_seqlens(self, seqlen: int) -> bool:
+        """Whether the ranges follow each other from 0 to seqlen without gaps."""
+        bounds = [0, *(r.end for r in self._ranges)]
+        return bounds[-1] == seqlen and [r.start for r in self._ranges] == bounds[:-1]
+
+    def to_cu_seqlens(self, seq_len: int | None = None) -> list[int]:
+        """Cumulative bounds; the ranges must follow each other from 0 (to seq_len) without gaps."""
         bounds = [0]
         for n, r in enumerate(self._ranges):
             if r.start != bounds[-1]:
@@ -151,13 +198,35 @@ class AttnRanges(Sequence[AttnRange]):
                     "only ranges that follow each other from 0 have cu_seqlens"
                 )
             bounds.append(r.end)
+        if seq_len is not None and bounds[-1] != seq_len:
+            raise ValueError(f"the ranges end at {bounds[-1]}, not at seq_len={seq_len}")
         return bounds
 
-    def append(self, value: RangeLike) -> None:
+    def append(self, value: RangeLike, check: bool = False) -> None:
         self._ranges.append(AttnRange.of(value))
 
-    def extend(self, values: Iterable[RangeLike]) -> None:
+    def insert(self, idx: int, value: RangeLike, check: bool = False) -> None:
+        """Before the range at idx; at the end if there is none."""
+        self._ranges.insert(idx, AttnRange.of(value))
+
+    def extend(self, values: Iterable[RangeLike], check: bool = False) -> None:
         self._ranges.extend([AttnRange.of(r) for r in values])
+
+    def pop(self, idx: int = -1) -> AttnRange:
+        """Takes a range out, the last one if not told."""
+        return self._ranges.pop(idx)
+
+    def __setitem__(self, index: int, value: RangeLike) -> None:
+        self._ranges[index] = AttnRange.of(value)
+
+    @property
+    def size(self) -> int:
+        """Number of ranges."""
+        return len(self._ranges)
+
+    def is_empty(self) -> bool:
+        """Whether there are no ranges."""
+        return not self._ranges
 
     def __len__(self) -> int:
         return len(self._ranges)
@@ -200,16 +269,38 @@ class AttnRanges(Sequence[AttnRange]):
                 merged.append([r.start, r.end])
         return AttnRanges(merged)
 
-    def chunk(self, chunk_size: int) -> list[AttnRanges]:
+    def merge_with_split_alignment(self, split_alignment: int = 1) -> AttnRanges:
+        """`merge` of ranges widened to multiples of split_alignment.
+
+        >>> AttnRanges([(1, 3), (7, 9)]).merge_with_split_alignment(4)
+        AttnRanges([(0, 12)])
+        """
+        if split_alignment < 1:
+            raise ValueError(f"split_alignment must be at least 1, got {split_alignment}")
+        a = split_alignment
+        wide = [(r.start // a * a, -(-r.end // a) * a) for r in self.clear_empty()]
+        return AttnRanges(wide).merge()
+
+    def clear_empty(self) -> AttnRanges:
+        """A copy without empty ranges."""
+        return AttnRanges(r for r in self._ranges if not r.is_empty())
+
+    def truncate(self, start: int | None = None, end: int | None = None) -> AttnRanges:
+        """The parts in [start, end), without those that become empty."""
+        return AttnRanges(r.truncate(start, end) for r in self._ranges).clear_empty()
+
+    def chunk(self, chunk_size: int, check: bool = False) -> list[AttnRanges]:
         """Packs the tokens, in the order of the ranges, into chunks of chunk_size tokens each.
 
-        The last chunk may be shorter.
+        The last chunk may be shorter. With `check`, ranges that overlap are an error.
 
         >>> AttnRanges.from_ranges([(0, 3), (10, 15)]).chunk(4)
         [AttnRanges([(0, 3), (10, 11)]), AttnRanges([(11, 15)])]
         """
         if chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
+        if check and not self.is_non_overlap():
+            raise ValueError(f"the ranges to chunk overlap: {self}")
         chunks: list[AttnRanges] = []
         room = 0
         for r in self._ranges:
