@@ -10,7 +10,7 @@ from keel.testing import poisoned_memory
 
 pytestmark = pytest.mark.gpu
 
-ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2e-6}
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 64 * 2**-23}
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -93,7 +93,7 @@ class GramConfig:
     tma: bool = False
 
 
-HOPPER = GramConfig(128, 128, 64, num_warps=8, num_stages=4, tma=True)
+HOPPER = GramConfig(128, 128, 64, num_warps=8, num_stages=4, group=4, tma=True)
 AMPERE = GramConfig(128, 128, 32, num_warps=8, num_stages=3)
 SMALL = GramConfig(64, 64, 32, num_warps=4, num_stages=3)
 FP32 = GramConfig(64, 64, 32, num_warps=4, num_stages=2)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from keel.distributed.comm import Pending, start_all_to_all
+from keel.distributed.comm import AllToAll
+from keel.distributed.lanes import lane_of
 from keel.optim.batching import Settings, orthogonalize_all
 from keel.optim.blocks import Chunk, shape_of
 from keel.optim.sharding import Piece, Plan, Round
@@ -169,19 +170,24 @@ class _Coming:
         self._expected = sorted(expected, key=lambda piece: in_group[piece.peer])
         self._shapes = [tuple(s.stop - s.start for s in p.in_chunk) for p in self._expected]
         sizes = [torch.Size(shape).numel() for shape in self._shapes]
-        self._sizes, self._like = sizes, torch.empty(0, dtype=dtype, device=device)
+        self._sizes = sizes
         send, receive = [0] * len(team), [0] * len(team)
         for piece, value in out:
             send[in_group[piece.peer]] += value.numel()
         for piece, size in zip(self._expected, sizes, strict=True):
             receive[in_group[piece.peer]] += size
         flat = [value.reshape(-1) for _, value in out]
-        packed = torch.cat(flat) if flat else self._like
-        self._pending: Pending = start_all_to_all(packed[:, None], send, receive, team.group, what)
+        packed = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
+        self._lane = lane_of(device)
+        self._transfer = AllToAll(packed[:, None], send, receive, team.group, what)
+        with self._lane.behind_caller():
+            self._transfer.start(self._lane)
 
     def pieces(self) -> list[tuple[Piece, torch.Tensor]]:
-        flat = self._pending.rows(self._like).reshape(-1)
-        parts = flat.split(self._sizes)
+        with self._lane.behind_caller():
+            self._transfer.finish()
+        self._lane.hold_caller(self._lane.mark())
+        parts = self._transfer.received.view(-1).split(self._sizes)
         return [
             (piece, part.view(shape))
             for piece, part, shape in zip(self._expected, parts, self._shapes, strict=True)
