@@ -13,6 +13,7 @@ from keel import masks, reference
 from keel.meta import Scoring
 from keel.nn import GPT, GPTConfig
 from keel.optim import ClippedRows, LayerSpec, QKClip, key_rows, max_logits, query_rows
+from keel.optim.replay import Replay
 
 pytestmark = pytest.mark.gpu
 
@@ -44,6 +45,30 @@ def test_a_step_never_waits_for_the_device(gqa: Any, dtype: torch.dtype, no_sync
         torch.cuda.set_sync_debug_mode("default")
         optimizer.zero_grad()
         assert clip.metrics is not None and int(clip.metrics.clipped) > 0
+
+
+def test_recorded_steps_do_what_launched_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, gammas and counts, bit by bit; tau changes on the way, and one step is skipped."""
+
+    def train(record: bool) -> list[torch.Tensor]:
+        with monkeypatch.context() as patch:
+            if not record:
+                patch.setattr(Replay, "run", lambda self, key, work: work())
+            narrow, _, spec = attention(torch.bfloat16, master=False)
+            clip = QKClip([spec], tau=10.0)
+            numbers = torch.Generator("cuda").manual_seed(5)
+            seen = []
+            for step in range(8):
+                clip.tau = 10.0 if step < 5 else 7.0
+                clip.observe("only", torch.rand(8, device="cuda", generator=numbers) * 30)
+                metrics = clip.step(found_inf=torch.full((1,), float(step == 3), device="cuda"))
+                assert metrics is not None
+                seen += [metrics.gamma, metrics.max_logits, *(x.detach().clone() for x in narrow)]
+            return [*seen, *clip.state_dict()["layers"]["only"].values()]
+
+    recorded, launched = train(True), train(False)
+    assert all(torch.equal(a, b) for a, b in zip(recorded, launched, strict=True))
+    assert int((recorded[0] < 1).sum()) > 0 and (recorded[12] == 1).all()
 
 
 def attention(dtype: torch.dtype, master: bool) -> tuple[Any, Any, LayerSpec]:

@@ -12,6 +12,7 @@ from keel.optim.clip_specs import LayerSpec, Role
 from keel.optim.clip_table import ClipTable, Factors, Gqa
 from keel.optim.local_rows import local_tensor, row_stages
 from keel.optim.logit_stats import Group, group_of
+from keel.optim.replay import Replay
 from keel.optim.row_scaling import RowScaler, ScaledTensor
 
 Tensor = torch.Tensor
@@ -39,6 +40,9 @@ class ClipProgram:
         self.group = group_of(group)
         self.zero = torch.zeros(1, device=self.device)
         self.lowest = [torch.full_like(top, -torch.inf) for top in tops]
+        self.packed: Tensor | None = None
+        """(heads + 1,): the step's maxima and its flag, where a recorded step looks for them."""
+        self.replay = Replay(self.device)
         self.places: list[range] = []
         """Where the heads of each layer stand among those of all layers on all ranks."""
         self._tops, self._master_of = tops, master_of

@@ -230,14 +230,24 @@ class QKClip:
         if found_inf is not None:
             flag = (found_inf.detach().reshape(1) > 0).to(flag.device, torch.float32)
         packed = reduce_packed([*tops, flag], program.group)
-        top = packed[:-1]
-        gamma = _gamma(top, self._tau, skipped=packed[-1:])
+        if program.packed is None:
+            program.packed = torch.empty_like(packed)
+        program.packed.copy_(packed)
+        key = (self._tau, apply, *(x.data_ptr() for x in tops))
+        top, gamma = program.replay.run(key, lambda: self._clip(program, tops, apply))
+        self.metrics = ClipMetrics(program.names, program.sizes, top, gamma)
+        return self.metrics
+
+    def _clip(self, program: ClipProgram, tops: list[Tensor], apply: bool) -> tuple[Tensor, Tensor]:
+        """What follows once maxima are known; the same launches at every step."""
+        assert program.packed is not None
+        top, skipped = program.packed[:-1].clone(), program.packed[-1:]
+        gamma = _gamma(top, self._tau, skipped)
         if apply:
             program.scaler.scale(program.factors.of(gamma))
             self._counts.add(gamma, top)
         torch._foreach_copy_(tops, program.lowest)  # in place: captured graphs go on writing there
-        self.metrics = ClipMetrics(program.names, program.sizes, top, gamma)
-        return self.metrics
+        return top, gamma
 
     @torch.no_grad()
     def skip(self) -> None:
