@@ -249,8 +249,14 @@ def width_for(sk: int) -> int:
 
 
 def in_blocks(sk: int, least: int = 64, **options: Any) -> RowConfig:
-    """A row as blocks of one vector per thread: five to eight of them between powers of two."""
-    columns = max(least, width_for(sk) // 8)
+    """A row as blocks of one vector per thread: five to seven of them between powers of two.
+
+    Eight would be too much for the registers: from there on, four of twice the width.
+    """
+    width = width_for(sk)
+    columns = max(least, width // 8)
+    if sk > 7 * columns and options.get("stages", 0) == 0 and not options.get("packed"):
+        columns *= 2
     rows, warps = max(1, 256 // columns), max(1, columns // 256)
     return RowConfig(rows, columns, warps, True, parts=-(-sk // columns), **options)
 
