@@ -212,7 +212,7 @@ def choose_config(sk: int, banded: bool, unit: int) -> RowConfig:
         return RowConfig(1, 8192, 16, False, max_registers=64)
     if 128 < sk < width and unit > 1:
         if not banded and (sk <= 14_336 or sk > 16_384):
-            return in_blocks(sk, packed=2048 < sk < 16_384)
+            return in_blocks(sk, packed=2048 < sk <= width * 7 // 8 <= 14_336 or sk > 28_672)
         if 512 < sk <= 768:
             return RowConfig(1, 128, 1, True, parts=-(-sk // 128), packed=True)
     if width > 16384:
@@ -221,7 +221,7 @@ def choose_config(sk: int, banded: bool, unit: int) -> RowConfig:
         return RowConfig(1, 4096, 16, False, max_registers=32)
     if width > 4096:
         if sk == width and not banded and unit > 1:
-            return in_blocks(sk, packed=True)
+            return RowConfig(1, 1024, 4, True, parts=8, packed=True)
         return RowConfig(1, 2048, 4 if sk < 6144 else 8, False)
     if width == 4096 and not banded and unit > 1:
         return RowConfig(1, 1024, 4, True, parts=4)

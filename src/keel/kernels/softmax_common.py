@@ -253,9 +253,8 @@ def in_blocks(sk: int, least: int = 64, **options: Any) -> RowConfig:
 
     Eight would be too much for the registers: from there on, four of twice the width.
     """
-    width = width_for(sk)
-    columns = max(least, width // 8)
-    if sk > 7 * columns and options.get("stages", 0) == 0 and not options.get("packed"):
+    columns = max(least, width_for(sk) // 8)
+    if sk > 7 * columns and "stages" not in options:
         columns *= 2
     rows, warps = max(1, 256 // columns), max(1, columns // 256)
     return RowConfig(rows, columns, warps, True, parts=-(-sk // columns), **options)

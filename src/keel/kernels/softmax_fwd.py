@@ -435,7 +435,8 @@ def choose_config(
             return in_blocks(sk)
         if sk <= 24_576 and not banded:
             return in_blocks(sk, max_registers=64)
-        if sk < 32_768 and not banded and _fits(2 * sk, itemsize, mask_bytes, shared):
+        many = 28_672 if mask_bytes else 32_768
+        if sk <= many and not banded and _fits(2 * sk, itemsize, mask_bytes, shared):
             return in_blocks(sk, packed=True, stages=3)
     if width <= 8192:
         if width <= 1024:
@@ -458,7 +459,9 @@ def choose_config(
         return RowConfig(1, 2048, 4, False, max_registers=56)
     if sk == width and unit > 1 and not banded and itemsize == 2 and mask_bytes <= 1:
         if width == 16384:
-            return RowConfig(1, width, 8, True) if mask_bytes else in_blocks(sk, packed=True)
+            if mask_bytes:
+                return RowConfig(1, width, 8, True)
+            return RowConfig(1, 2048, 8, True, parts=8, packed=True)
         if _fits(2 * sk, itemsize, mask_bytes, shared):
             return RowConfig(1, width, 32, True, stages=3)
     return RowConfig(1, 2048, 8, False, max_registers=32)
