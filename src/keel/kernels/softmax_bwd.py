@@ -211,8 +211,9 @@ def choose_config(sk: int, banded: bool, unit: int) -> RowConfig:
     if width > 65536:
         return RowConfig(1, 8192, 16, False, max_registers=64)
     if 128 < sk < width and unit > 1:
-        if not banded and (sk <= 14_336 or sk > 16_384):
-            return in_blocks(sk, packed=2048 < sk <= width * 7 // 8 <= 14_336 or sk > 28_672)
+        most = {16_384: 14_336, 32_768: 28_672}.get(width, width)
+        if not banded and sk <= most:
+            return in_blocks(sk, packed=2048 < sk <= width * 7 // 8 <= 14_336)
         if 512 < sk <= 768:
             return RowConfig(1, 128, 1, True, parts=-(-sk // 128), packed=True)
     if width > 16384:
