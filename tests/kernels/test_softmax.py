@@ -85,12 +85,14 @@ def test_heads_that_take_turns(monkeypatch, turn):
 
 
 @pytest.mark.parametrize("turn", [0, 64])
-@pytest.mark.parametrize("sq", [13, 16])
-def test_nothing_is_written_behind_the_rows(monkeypatch, sq, turn):
-    """Where a row fills its width, only the number of rows says where a program must stop."""
+@pytest.mark.parametrize(("sq", "sk"), [(13, 64), (16, 64), (13, 61), (5, 130)])
+def test_nothing_is_written_behind_the_rows(monkeypatch, sq, sk, turn):
+    """Where a row fills its width, only the number of rows says where a program must stop; and the
+    last vector of odd rows is not all theirs.
+    """
     monkeypatch.setattr(softmax_fwd, "rows_of_a_turn", lambda mask: turn)
     launch._recipes.clear()
-    x, dy = torch.randn(2, 1, 2, sq, 64).unbind()
+    x, dy = torch.randn(2, 1, 2, sq, sk).unbind()
     size = x.numel()
     y, dx = (torch.full((size + 2048,), 7.0) for _ in range(2))
     options = {"scale": 0.5, "softcap": 0.0, "band": (-(1 << 40), 1 << 40)}
@@ -100,6 +102,31 @@ def test_nothing_is_written_behind_the_rows(monkeypatch, sq, turn):
     launch._recipes.clear()
     assert (y[size:] == 7).all() and (dx[size:] == 7).all()
     torch.testing.assert_close(fitting, torch.softmax(x * 0.5, -1))
+
+
+@pytest.mark.parametrize("sk", [13, 37, 91])
+@pytest.mark.parametrize("causal", [False, True])
+def test_odd_rows_do_not_touch_their_neighbours(sk, causal):
+    """Rows that share a vector with a row of NaNs and infinities, in either direction."""
+    torch.manual_seed(sk)
+    x, dy = torch.randn(1, 2, 9, sk), torch.randn(1, 2, 9, sk)  # both begin with a vector
+    mask = torch.rand(1, 1, 9, sk) > 0.6
+    for hidden in (None, mask):
+        options = {"mask": hidden, "causal": "top-left" if causal else False}
+        clean = x.clone().requires_grad_()
+        scaled_masked_softmax(clean, backend="triton", **options).backward(dy)
+        bad = x.clone()
+        bad[:, :, 4] = torch.nan
+        bad.requires_grad_()
+        bad_dy = dy.clone()
+        bad_dy[:, :, 4] = torch.inf
+        y = scaled_masked_softmax(bad, backend="triton", **options)
+        y.backward(bad_dy)
+        rest = torch.arange(9) != 4
+        want = scaled_masked_softmax(x, backend="triton", **options)
+        assert torch.equal(y.detach()[:, :, rest], want[:, :, rest])
+        assert torch.equal(bad.grad[:, :, rest], clean.grad[:, :, rest])
+        assert y[:, :, 4].isnan().any()
 
 
 @pytest.mark.parametrize("sink", [None, 0.3])
