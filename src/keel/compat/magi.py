@@ -2,8 +2,9 @@
 
 Code that imports from `magi_attention.api` runs with this module in its place. What differs:
 nothing is padded, so ranks may hold unequal numbers of tokens; a pair that several slices cover
-attends once; environment variables of the original are not read. Settings that only tuned its
-internals are accepted, and the log names each of them once; what has no meaning here is an error.
+attends once; of the original's environment variables only those of the SM margin are read. Settings
+that only tuned its internals are accepted, and the log names each of them once; what has no meaning
+here is an error.
 
 >>> q_ranges, k_ranges, types, *totals = infer_attn_mask_from_cu_seqlens([0, 4, 6], [0, 4, 6], True)
 >>> q_ranges, types[0].name, totals
@@ -59,6 +60,7 @@ from keel.masks import AttnMaskType as AttnMaskType
 from keel.masks import AttnRange as AttnRange
 from keel.masks import AttnRanges as AttnRanges
 from keel.meta import AttnForwardMeta as AttnForwardMeta
+from keel.overlap.control import BACKWARD_MARGIN, FORWARD_MARGIN
 
 Tensor = torch.Tensor
 Group = dist.ProcessGroup | DeviceMesh
@@ -353,6 +355,9 @@ def calc_attn(
     )
 
 
+MARGINS = (FORWARD_MARGIN, BACKWARD_MARGIN)
+"""Variables that `keel.distributed.calc_attn` reads."""
+
 TUNING = (
     *("disable_fwd_atomic_reduction", "disable_bwd_dkv_atomic_reduction", "ref_block_size"),
     *("max_seqlen_q", "auto_range_merge", "swap_ab", "pack_gqa", "cat_gqa", "sparse_load"),
@@ -414,7 +419,8 @@ def _make_key(
     mask: AttnMask, config: DistAttnConfig, heads: tuple[int | None, ...], **options: Any
 ) -> DistAttnRuntimeKey:
     overlap, alg = config.overlap_config, config.dispatch_config.alg
-    _say("environment", logging.WARNING, [x for x in os.environ if x.startswith("MAGI_ATTENTION_")])
+    unread = [x for x in os.environ if x.startswith("MAGI_ATTENTION_") and x not in MARGINS]
+    _say("environment", logging.WARNING, unread)
     _say("DispatchConfig", logging.INFO, _given(chunk_size=config.dispatch_config.chunk_size))
     if not isinstance(alg, MinHeapDispatchAlg | SequentialDispatchAlg):
         _say("DispatchConfig", logging.WARNING, ["alg"])

@@ -29,6 +29,7 @@ from keel.distributed.plan import Exchange, Plan, Stage
 from keel.masks.inputs import tensors_of_mask
 from keel.meta import AttnForwardMeta, Scoring
 from keel.ops import accumulate_, choose_backend, partial_gradients
+from keel.overlap.control import OverlapConfig, warn_once
 
 Tensor = torch.Tensor
 
@@ -45,7 +46,8 @@ def calc_attn(
     softcap: float = 0.0,
     return_max_logits: bool = False,
     defer_max_logits: MaxLogitsTracker | None = None,
-    sm_margin: int = 0,
+    sm_margin: int | None = None,
+    overlap: OverlapConfig | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, AttnForwardMeta]:
     """Attention of this rank's queries over the keys of all ranks.
@@ -62,7 +64,10 @@ def calc_attn(
         defer_max_logits: a tracker that takes this rank's maxima; many calls then share one
             all-reduce, when it is asked for them. A forward that is recomputed for a backward
             (activation checkpointing) does not count again.
-        sm_margin, backend: as in `flex_flash_attn_func`.
+        sm_margin: SMs that attention leaves to communication, in both directions.
+        overlap: the same, by direction; an `OverlapConfig()` takes what environment variables say,
+            and so does a call without both arguments.
+        backend: as in `flex_flash_attn_func`.
 
     Returns:
         (out (local queries, hq, dv), meta with lse (local queries, hq) and max_logits).
@@ -86,7 +91,13 @@ def calc_attn(
     scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
     scoring = Scoring(scale=scale, softcap=float(softcap), sink=sink)
     check_scoring(scoring, q, k.shape[0])
-    check_sm_margin(sm_margin, q.device)
+    if sm_margin is not None and overlap is not None:
+        raise ValueError("give sm_margin or overlap, not both: each says how many SMs stay free")
+    margins = (overlap or OverlapConfig()).margins() if sm_margin is None else (sm_margin,) * 2
+    for margin in margins:
+        check_sm_margin(margin, q.device)
+    if q.is_cuda and key.num_ranks > 1:
+        warn_once()
     chosen = choose_backend(backend, q.device, q.dtype)
     if chosen == "reference":
         raise ValueError("backend 'reference' has no stages: use 'blocked', which is exact in fp64")
@@ -108,7 +119,7 @@ def calc_attn(
     )
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     call = _Call(
-        *(key, scoring.scale, scoring.softcap, sm_margin),
+        *(key, scoring.scale, scoring.softcap, *margins),
         backend=chosen,
         want_max=maxima != "none",
         reduce_max=maxima == "returned",
@@ -128,7 +139,8 @@ class _Call:
     key: AttnKey
     scale: float
     softcap: float
-    sm_margin: int
+    forward_margin: int
+    backward_margin: int
     backend: str
     want_max: bool
     reduce_max: bool
@@ -232,7 +244,7 @@ class _CalcAttn(torch.autograd.Function):
                     stage_v,
                     tensors_of_mask(stage.mask),
                     scoring,
-                    sm_margin=call.sm_margin,
+                    sm_margin=call.forward_margin,
                     backend=call.backend,
                 )
             if call.keep_keys and stage.exchange is not None:
@@ -268,7 +280,7 @@ class _CalcAttn(torch.autograd.Function):
                     *(dout, dlse, q, stage_k, stage_v, out, lse, stage.mask),
                     call.scoring(part_sink),
                     deterministic=True,
-                    sm_margin=call.sm_margin,
+                    sm_margin=call.backward_margin,
                     backend=call.backend,
                 )
                 dq += part_q
