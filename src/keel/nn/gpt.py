@@ -175,10 +175,9 @@ class Attention(KeepsMaxLogits, nn.Module):
         if isinstance(layout, AttnKey):
             # Ranks meet once per step, in the clip, not once per layer.
             tracker = None if running is None else MaxLogitsTracker()
-            out, _ = calc_attn(q, k, v, layout, defer_max_logits=tracker)
-            if tracker is not None:
-                assert running is not None
-                torch.maximum(running, tracker.local()[0], out=running)
+            out, meta = calc_attn(q, k, v, layout, defer_max_logits=tracker)
+            if running is not None and meta.max_logits is not None:
+                torch.maximum(running, meta.max_logits, out=running)
         else:
             out, _ = flex_flash_attn_func(q, k, v, layout, max_logits_out=running)
         y: torch.Tensor = self.o_proj(out.flatten(1))
