@@ -137,7 +137,9 @@ def sort_parameters(
     Parameters come with their names. Empty groups are left out.
     """
     outside = set() if use_muon is not None else {id(x) for x in _not_hidden(model)}
-    hidden, matrices, vectors = [], [], []
+    hidden: list[tuple[str, torch.Tensor]] = []
+    matrices: list[tuple[str, torch.Tensor]] = []
+    vectors: list[tuple[str, torch.Tensor]] = []
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
@@ -160,7 +162,7 @@ def sort_parameters(
             "or heads"
         )
     aux = {"use_muon": False, "lr": aux_lr}
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": hidden},
         {"params": matrices, **aux, "weight_decay": aux_weight_decay},
         {"params": vectors, **aux, "weight_decay": 0.0},
