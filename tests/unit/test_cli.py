@@ -163,6 +163,26 @@ def test_demo_refuses_a_file_as_folder(tmp_path: Path) -> None:
         assert keel_command("demo", "attention", *SMALL, "--out", str(out)).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("train", "--heads", "3"), "not a multiple of num_heads=3"),
+        (("train", "--tau", "0"), "tau must be positive and finite, got 0.0"),
+        (("train", "--lr", "nan"), "lr must be positive and finite, got nan"),
+        (("train", "--tokens", "3"), "3 tokens are too few for 2 ranks"),
+        (("train", "--ranks", "65"), "at most 64"),
+        (("train", "--steps", "0"), "--steps"),
+        (("--fresh", "train"), "give train its options behind its name"),
+    ],
+)
+def test_training_demo_refuses(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    out = ("--out", str(tmp_path / "out")) if arguments[0] == "train" else ()
+    result = keel_command("demo", *arguments, *out)
+    assert result.exit_code == 2
+    assert words in _plain(result.output)
+    assert not (tmp_path / "out").exists()
+
+
 def test_plan(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "mask.png"

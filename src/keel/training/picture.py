@@ -30,7 +30,7 @@ def draw(comparison: Comparison, path: Path) -> None:
         _draw_logits(axis, run, comparison.config.tau, blues)
         axis.set_ylim(low / 1.2, max(high, EXPLODED * comparison.config.tau) * 1.2)
     axes[0][0].set_ylabel("largest logit of a layer")
-    axes[0][1].legend(loc="upper left", fontsize=8, frameon=False, ncols=2)
+    axes[0][0].legend(loc="lower right", fontsize=8, frameon=False)
     _draw_losses(axes[1][0], comparison)
     _draw_clips(axes[1][1], comparison.muon_clip, figure, blues)
     for axis in axes.flat:
@@ -66,6 +66,8 @@ def _draw_logits(axis: Any, run: RunRecord, tau: float, blues: Any) -> None:
             fontsize=8,
         )
     axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("")
     axis.set_title(TITLES[run.name], fontsize=10)
     axis.grid(alpha=0.25, which="both", linewidth=0.5)
 
@@ -83,6 +85,9 @@ def _draw_losses(axis: Any, comparison: Comparison) -> None:
         )
     axis.set_title("loss, in nats per byte", fontsize=10)
     axis.set_ylabel("loss")
+    finite = np.concatenate([run.loss[np.isfinite(run.loss)] for run in comparison.runs])
+    if len(finite):  # the first steps fall from far above and would flatten the rest
+        axis.set_ylim(finite.min() - 0.1, np.percentile(finite, 96))
     axis.grid(alpha=0.25, linewidth=0.5)
     axis.legend(fontsize=8, frameon=False)
 
