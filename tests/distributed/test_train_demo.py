@@ -88,6 +88,8 @@ def test_killed_at_any_moment_it_ends_bit_identical(tmp_path: Path) -> None:
         states = [checkpoint.load(folder / f"{name}.pt") for folder in (undisturbed, killed)]
         assert_same(*states, name)
         assert states[0] is not None
+        files = [(folder / f"{name}.pt").read_bytes() for folder in (undisturbed, killed)]
+        assert files[0] == files[1], name
         assert states[0]["step"] == train_cases.CONFIG.steps
         history = states[0]["history"]
         assert not any(x.isnan().any() for key, x in history.items() if key != "left")

@@ -172,7 +172,7 @@ def test_demo_refuses_a_file_as_folder(tmp_path: Path) -> None:
         (("train", "--tokens", "3"), "3 tokens are too few for 2 ranks"),
         (("train", "--ranks", "65"), "at most 64"),
         (("train", "--steps", "0"), "--steps"),
-        (("--fresh", "train"), "give train its options behind its name"),
+        (("--fresh", "train"), "options of train come behind its name"),
     ],
 )
 def test_training_demo_refuses(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:

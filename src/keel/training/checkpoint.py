@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ def save(state: dict[str, Any], path: Path) -> None:
     """
     beside = temporary(path)
     with open(beside, "wb") as file:
-        torch.save(state, file)
+        torch.save(_canonical(state, {}), file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
@@ -32,6 +34,19 @@ def save(state: dict[str, Any], path: Path) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _canonical(value: Any, tuples: dict[Any, Any]) -> Any:
+    """Equal states become equal bytes: pickle writes an object that it meets again as a reference,
+    and a state that was loaded shares other objects than one that never was."""
+    if isinstance(value, dict):
+        made = {_canonical(k, tuples): _canonical(x, tuples) for k, x in value.items()}
+        return OrderedDict(made) if isinstance(value, OrderedDict) else made
+    if isinstance(value, list):
+        return [_canonical(x, tuples) for x in value]
+    if isinstance(value, tuple):
+        return tuples.setdefault(value, value)
+    return sys.intern(value) if type(value) is str else value
 
 
 def load(path: Path) -> dict[str, Any] | None:
