@@ -26,16 +26,16 @@ class TrainConfig:
     tokens: int = 512
     """Of a step, over all ranks."""
     num_layers: int = 3
-    hidden_size: int = 128
-    num_heads: int = 4
-    lr: float = 0.05
+    hidden_size: int = 64
+    num_heads: int = 2
+    lr: float = 0.03
     """Of Muon, for all hidden matrices, without weight decay."""
     aux_lr: float = 3e-3
     """Of AdamW, for embedding, head and norms."""
-    tau: float = 70.0
+    tau: float = 16.0
     warmup: int = 10
     """Steps in which rates grow to their full value."""
-    cooldown: int = 40
+    cooldown: int = 50
     """Steps at the end in which they fall to 0."""
     seed: int = 0
     num_ranks: int = 2
