@@ -26,7 +26,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(STAMP) ## run the demo
+demo: $(STAMP) ## check attention, then train with and without QK-Clip (a few minutes)
 	@$(BIN)/keel demo
 
 test: lint ## lint, then all tests (GPU tests are skipped where there is no GPU)
@@ -48,9 +48,9 @@ lint: $(STAMP) ## check style, types and layers
 bench: $(STAMP) ## run the attention benchmark
 	@$(BIN)/python benchmarks/attention.py
 
-clean: ## remove .venv, caches and build output
-	@echo "[keel] removing $(VENV), caches and build output"
-	@rm -rf $(VENV) build dist benchmarks/out keel-demo .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+clean: ## remove .venv, caches, build output and the demo's runs
+	@echo "[keel] removing $(VENV), caches, build output and the demo's runs"
+	@rm -rf $(VENV) build dist benchmarks/out runs/demo .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and alone, so that a CPU build at hand is taken and then kept. PIP_CONSTRAINT

@@ -1,8 +1,7 @@
-"""The `keel` command: env, demo, plan. Presentation only; needs the extra `cli`."""
+"""The `keel` command: env, plan, and demo (cli_demo.py). Presentation; needs the extra `cli`."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import platform
@@ -18,7 +17,6 @@ from numpy.typing import NDArray
 
 from keel import masks
 from keel._version import __version__
-from keel.demo import STEPS, DemoConfig, DemoResult, run_demo
 from keel.masks import AttnMask
 from keel.ops import explain_backend
 from keel.tiling import plan_tiles
@@ -35,8 +33,9 @@ try:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-    from rich.progress_bar import ProgressBar
     from rich.table import Table
+
+    from keel.terminal import make_console, print_art, print_json
 
     missing = None
 except ImportError as error:
@@ -67,14 +66,17 @@ def main() -> None:
 
 def build_app() -> typer.Typer:
     """The commands, ready to be called."""
+    from keel.cli_demo import build_demo  # without the extra it cannot be imported
+
     app = typer.Typer(
         help="Attention for LLM training that reports what it saw.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_show_locals=False,
     )
-    for command in (env, demo, plan):
+    for command in (env, plan):
         app.command()(command)
+    app.add_typer(build_demo(), name="demo")
     return app
 
 
@@ -84,9 +86,9 @@ def env(
     """Say what Keel sees here: versions, GPUs, and which backend it takes and why."""
     seen = environment()
     if as_json:
-        _print_json(seen)
+        print_json(seen)
         return
-    console = _console()
+    console = make_console()
     table = Table(box=None, show_header=False, pad_edge=False)
     for name in ("keel", "python", "torch", "cuda", "triton", "numpy", "platform"):
         table.add_row(name, seen[name] or "-")
@@ -144,108 +146,6 @@ def _gpu(index: int) -> dict[str, Any]:
         "sms": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30, 1),
     }
-
-
-def demo(
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of all documents together.")] = 768,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
-    kv_heads: Annotated[int, typer.Option(min=1, help="Key and value heads.")] = 2,
-    head_dim: Annotated[int, typer.Option(min=8, help="Head dim, a multiple of 8.")] = 64,
-    out: Annotated[
-        Path, typer.Option(file_okay=False, help="Folder for the picture of the mask.")
-    ] = Path("keel-demo"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Run packed documents forward and backward, and check every tensor against fp64."""
-    try:
-        config = DemoConfig(tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot make {out}: {error.strerror}") from None
-    console = _console()
-    quiet = as_json or not console.is_terminal
-    result = _run_with_progress(config, console, quiet=quiet)
-    picture = None
-    if importlib.util.find_spec("matplotlib") is not None:
-        picture = out / "mask.png"
-        result.mask.draw(str(picture), title=f"{len(result.lengths)} documents, causal")
-    if as_json:
-        _print_json({**result.as_dict(), "picture": str(picture) if picture else None})
-    else:
-        _show_demo(result, picture, console)
-    if not result.ok:
-        raise typer.Exit(1)
-
-
-def _run_with_progress(config: DemoConfig, console: Console, *, quiet: bool) -> DemoResult:
-    columns = (SpinnerColumn("line"), TextColumn("{task.description}"), BarColumn(24))
-    with Progress(
-        *columns, TimeElapsedColumn(), console=console, transient=True, disable=quiet
-    ) as progress:
-        task = progress.add_task("", total=len(STEPS))
-        done = itertools.count()
-        return run_demo(
-            config, lambda name: progress.update(task, description=name, completed=next(done))
-        )
-
-
-def _show_demo(result: DemoResult, picture: Path | None, console: Console) -> None:
-    config = result.config
-    lengths = ", ".join(map(str, result.lengths))
-    console.print(f"[bold]Documents of {lengths} tokens, causal[/bold]")
-    _print_art(console, result.mask)
-    if picture is None:
-        console.print("no picture: it needs matplotlib, pip install 'keel-attn[viz]'", markup=False)
-    else:
-        console.print(f"picture: {picture}", markup=False, soft_wrap=True)
-    console.print(
-        f"\n{config.heads} query heads on {config.kv_heads} key heads of dim {config.head_dim}, "
-        f"{result.dtype} on {result.device}"
-    )
-    console.print(f"backend {result.backend}: {result.why}", markup=False, soft_wrap=True)
-    console.print(
-        f"forward {result.forward_ms:.2f} ms, backward {result.backward_ms:.2f} ms (median)\n"
-    )
-    console.print(_error_table(result))
-    console.print()
-    console.print(_logit_table(result.max_logits))
-    wrong = [check.name for check in result.checks if not check.ok]
-    if wrong:
-        console.print(f"\n[bold red]WRONG[/bold red]: {', '.join(wrong)}")
-    else:
-        console.print("\n[bold green]all tensors are right[/bold green]")
-
-
-def _error_table(result: DemoResult) -> Table:
-    table = Table(title="Largest error against the fp64 oracle", title_justify="left")
-    table.add_column("tensor")
-    for column in ("error", "allowed", "plain torch"):
-        table.add_column(column, justify="right")
-    table.add_column("ok")
-    for check in result.checks:
-        table.add_row(
-            check.name,
-            *(f"{x:.2e}" for x in (check.error, check.limit, check.error_low)),
-            "[green]yes[/green]" if check.ok else "[bold red]NO[/bold red]",
-        )
-    return table
-
-
-def _logit_table(max_logits: list[float]) -> Table:
-    table = Table(title="Largest logit of each head", title_justify="left")
-    table.add_column("head", justify="right")
-    table.add_column("max logit", justify="right")
-    table.add_column("")
-    top = max(max_logits)
-    for head, logit in enumerate(max_logits):
-        # A bar wants a positive length; NaN, which is never greater, gets none.
-        length = logit if logit > 0 else 0.0
-        bar = ProgressBar(total=max(top, 1e-9), completed=length, width=32)
-        table.add_row(str(head), f"{logit:.3f}", bar)
-    return table
 
 
 def plan(
@@ -318,10 +218,10 @@ def plan(
 
 
 def _show_tiles(mask: AttnMask, block: tuple[int, int], draw: Path | None) -> None:
-    console = _console()
+    console = make_console()
     _print_area(console, mask)
     console.print(f"plan: {plan_tiles(mask, *block).describe()}\n", soft_wrap=True)
-    _print_art(console, mask)
+    print_art(console, mask)
     if draw is not None:
         _draw(draw, lambda path: mask.draw(path))
         console.print(f"picture: {draw}", markup=False, soft_wrap=True)
@@ -466,7 +366,7 @@ def _plan_ranks(
 ) -> None:
     from keel.distributed.report import draw_plan, simulate
 
-    console = _console()
+    console = make_console()
     quiet = as_json or not console.is_terminal
     columns = (SpinnerColumn("line"), TextColumn("{task.description}"), BarColumn(24))
     with Progress(
@@ -491,7 +391,7 @@ def _plan_ranks(
             title = f"{options.balance} on {num_ranks} ranks"
             _draw(draw, lambda path: draw_plan(simulation.forward_plan, path, title=title))
     if as_json:
-        _print_json({**simulation.to_json(), "picture": str(draw) if draw else None})
+        print_json({**simulation.to_json(), "picture": str(draw) if draw else None})
     else:
         _show_ranks(simulation, draw, console)
 
@@ -665,19 +565,3 @@ def _block(text: str) -> tuple[int, int]:
     if match is None:
         raise typer.BadParameter(f"--block wants queries x keys such as 128x64, got {text!r}")
     return int(match[1]), int(match[2])
-
-
-def _console() -> Console:
-    # No highlighter: it would colour every number.
-    return Console(highlight=False, emoji=False)
-
-
-def _print_art(console: Console, mask: AttnMask) -> None:
-    art = mask.draw(size=min(48, max(8, console.width - 12)))
-    if not console.encoding.lower().startswith("utf"):
-        art = art.translate(str.maketrans("█▒·", "#+."))
-    console.print(art, markup=False, soft_wrap=True)
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, allow_nan=False))

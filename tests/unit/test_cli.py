@@ -81,7 +81,7 @@ def test_env_names_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_demo_shows_what_it_did(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    result = keel_command("demo", *SMALL, "--out", str(tmp_path / "new" / "folder"))
+    result = keel_command("demo", "attention", *SMALL, "--out", str(tmp_path / "new" / "folder"))
     assert result.exit_code == 0, result.output
     rows = [line.split("│")[1:-1] for line in result.stdout.splitlines() if "│" in line]
     errors = [[cell.strip() for cell in row] for row in rows if len(row) == 5]
@@ -95,7 +95,7 @@ def test_demo_shows_what_it_did(tmp_path: Path) -> None:
 
 
 def test_demo_as_json(tmp_path: Path) -> None:
-    result = keel_command("demo", *SMALL, "--out", str(tmp_path), "--json")
+    result = keel_command("demo", "attention", *SMALL, "--out", str(tmp_path), "--json")
     assert result.exit_code == 0
     report = json.loads(result.stdout)
     assert report["ok"] and all(check["ok"] for check in report["checks"])
@@ -105,7 +105,7 @@ def test_demo_as_json(tmp_path: Path) -> None:
 
 def test_demo_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = keel_command("demo", *SMALL, "--out", str(tmp_path))
+    result = keel_command("demo", "attention", *SMALL, "--out", str(tmp_path))
     assert result.exit_code == 0
     assert "pip install 'keel-attn[viz]'" in result.stdout
     assert not list(tmp_path.iterdir())
@@ -113,14 +113,14 @@ def test_demo_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("wrong_gradient")
 def test_demo_fails_when_a_result_is_wrong(tmp_path: Path) -> None:
-    result = keel_command("demo", *SMALL, "--out", str(tmp_path))
+    result = keel_command("demo", "attention", *SMALL, "--out", str(tmp_path))
     assert result.exit_code == 1
     assert "WRONG: dk\n" in result.stdout
 
 
 @pytest.mark.usefixtures("wrong_gradient")
 def test_demo_as_json_fails_when_a_result_is_wrong(tmp_path: Path) -> None:
-    result = keel_command("demo", *SMALL, "--out", str(tmp_path), "--json")
+    result = keel_command("demo", "attention", *SMALL, "--out", str(tmp_path), "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
     assert not report["ok"]
@@ -135,10 +135,10 @@ def test_demo_with_a_nan_is_still_json(tmp_path: Path, monkeypatch: pytest.Monke
         return {**got, "max_logits": got["max_logits"] * torch.nan}
 
     monkeypatch.setattr(demo, "run_case", with_nan)
-    result = keel_command("demo", *SMALL, "--out", str(tmp_path), "--json")
+    result = keel_command("demo", "attention", *SMALL, "--out", str(tmp_path), "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["max_logits"] == [None] * 4
-    assert keel_command("demo", *SMALL, "--out", str(tmp_path)).exit_code == 1
+    assert keel_command("demo", "attention", *SMALL, "--out", str(tmp_path)).exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_demo_with_a_nan_is_still_json(tmp_path: Path, monkeypatch: pytest.Monke
     ],
 )
 def test_demo_refuses(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
-    result = keel_command("demo", *arguments, "--out", str(tmp_path / "out"))
+    result = keel_command("demo", "attention", *arguments, "--out", str(tmp_path / "out"))
     assert result.exit_code == 2
     assert words in _plain(result.output)
     assert not (tmp_path / "out").exists()
@@ -160,7 +160,27 @@ def test_demo_refuses(arguments: tuple[str, ...], words: str, tmp_path: Path) ->
 def test_demo_refuses_a_file_as_folder(tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     for out in (tmp_path / "taken", tmp_path / "taken" / "below"):
-        assert keel_command("demo", *SMALL, "--out", str(out)).exit_code == 2
+        assert keel_command("demo", "attention", *SMALL, "--out", str(out)).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("train", "--heads", "3"), "not a multiple of num_heads=3"),
+        (("train", "--tau", "0"), "tau must be positive and finite, got 0.0"),
+        (("train", "--lr", "nan"), "lr must be positive and finite, got nan"),
+        (("train", "--tokens", "3"), "3 tokens are too few for 2 ranks"),
+        (("train", "--ranks", "65"), "at most 64"),
+        (("train", "--steps", "0"), "--steps"),
+        (("--fresh", "train"), "options of train come behind its name"),
+    ],
+)
+def test_training_demo_refuses(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    out = ("--out", str(tmp_path / "out")) if arguments[0] == "train" else ()
+    result = keel_command("demo", *arguments, *out)
+    assert result.exit_code == 2
+    assert words in _plain(result.output)
+    assert not (tmp_path / "out").exists()
 
 
 def test_plan(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from keel.optim.clip_specs import (
 )
 from keel.optim.logit_stats import max_logits
 from keel.optim.muon import Muon
+from keel.optim.muon_clip import MuonClip
 from keel.optim.newton_schulz import orthogonalize
 from keel.optim.qk_clip import ClipMetrics, QKClip
 
@@ -24,6 +25,7 @@ __all__ = [
     "ClippedRows",
     "LayerSpec",
     "Muon",
+    "MuonClip",
     "QKClip",
     "Role",
     "grouped_rows",

@@ -15,7 +15,7 @@ from keel.optim.batching import Settings
 from keel.optim.blocks import adjusted_lr, chunks_of
 from keel.optim.coefficients import QUINTIC, Coefficients
 from keel.optim.exchange import Result, Team, Updates, orthogonalize_sharded
-from keel.optim.groups import Group, blocks_of, check_group, names_of, settings_of
+from keel.optim.groups import REFUSED, Group, blocks_of, check_group, names_of, settings_of
 from keel.optim.placement import as_dtensor, local, local_grad, spread_of, team_of
 from keel.optim.sharding import Plan, Spread, bounds_of, make_plan, whole
 
@@ -171,7 +171,8 @@ class Muon(torch.optim.Optimizer):
         self._buckets, self._planned_for = [], None
         for number, group in enumerate(self.param_groups):
             for key, value in self.defaults.items():
-                group.setdefault(key, value)
+                if key not in REFUSED:  # torch adds "differentiable"; a resumed state stays equal
+                    group.setdefault(key, value)
             check_group(group, number)
             if any(param not in self._places for param in group["params"]):
                 self._find_places(group, number)
