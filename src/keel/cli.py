@@ -1,4 +1,4 @@
-"""The `keel` command: env, demo, plan. Presentation only; needs the extra `cli`."""
+"""The `keel` command: env, demo, plan, overlap. Presentation only; needs the extra `cli`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from keel._version import __version__
 from keel.demo import STEPS, DemoConfig, DemoResult, run_demo
 from keel.masks import AttnMask
 from keel.ops import explain_backend
+from keel.overlap import commands as overlap
 from keel.tiling import plan_tiles
 
 if TYPE_CHECKING:  # commands without ranks do not need torch.distributed
@@ -75,6 +76,7 @@ def build_app() -> typer.Typer:
     )
     for command in (env, demo, plan):
         app.command()(command)
+    app.add_typer(overlap.build_app(), name="overlap")
     return app
 
 
