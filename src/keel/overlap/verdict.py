@@ -79,6 +79,6 @@ def _late(report: Report) -> list[str]:
         return []
     return [
         f"rank {row.straggler} comes late to {row.name} ({row.max_skew_ms:.3f} ms at worst, last "
-        f"in {percent(row.straggler_share)}); the others wait {row.waited_ms:.3f} ms in all: balance "
-        "the work before it; a faster network would not help"
+        f"in {percent(row.straggler_share)}); the others wait {row.waited_ms:.3f} ms in all: "
+        "balance the work before it; a faster network would not help"
     ]
