@@ -6,7 +6,7 @@ than a slow network. The shortest duration over ranks is close to the transfer i
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,7 +44,8 @@ class Skew:
 def skews(lines: Sequence[Timeline]) -> tuple[list[Skew], str]:
     """(skew of each kind of collective, the largest waiting first; what the clock is)."""
     found = [_instances(line) for line in lines]
-    keys = [key for key in dict.fromkeys(k for x in found for k in x) if _shared(found, key)]
+    counts = [Counter(name for name, _, known in x if not known) for x in found]
+    keys = [k for k in dict.fromkeys(k for x in found for k in x) if _shared(found, counts, k)]
     if len(lines) < 2 or not keys:
         return [], "one rank" if len(lines) < 2 else "no collective found on two ranks"
     hosts = {line.host for line in lines}
@@ -86,13 +87,12 @@ def _instances(line: Timeline) -> dict[Key, tuple[int, int]]:
     return found
 
 
-def _shared(found: list[dict[Key, tuple[int, int]]], key: Key) -> bool:
-    """Whether two ranks have it. Counted by us, it must be counted alike wherever it is."""
-    have = [x for x in found if key in x]
-    if len(have) < 2:
+def _shared(found: list[dict[Key, tuple[int, int]]], counts: list[Counter[str]], key: Key) -> bool:
+    """Whether two ranks have it. Counted by us, it must be as often on all that have any."""
+    if sum(key in x for x in found) < 2:
         return False
     name, _, known = key
-    return known or len({sum(k[0] == name for k in x) for x in have}) == 1
+    return known or len({count[name] for count in counts if name in count}) == 1
 
 
 def _offsets(found: list[dict[Key, tuple[int, int]]], keys: list[Key]) -> Ints:

@@ -11,12 +11,15 @@ where the span runs from the first GPU event to the end of the last one.
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from keel.masks.arrays import Ints
 from keel.overlap import intervals
 from keel.overlap.classify import Kind, Rules
 from keel.overlap.collectives import Skew, skews
@@ -191,41 +194,47 @@ def _rank(line: Timeline, stages: str) -> RankReport:
         copies_ms=intervals.length(copies) / 1e6,
         exposed_copies_ms=exposed_copies / 1e6,
         idle_ms=idle / 1e6,
-        collectives=_collectives(line),
-        stages=_stages(line, stages),
+        collectives=_collectives(line, compute),
+        stages=_stages(line, compute, stages),
     )
 
 
-def _collectives(line: Timeline) -> list[Hidden]:
+def _collectives(line: Timeline, compute: Ints) -> list[Hidden]:
     """Communication by name, the most exposed first."""
     mine = line.kind == Kind.COMMUNICATION
     rows = []
     for label in np.unique(line.label[mine]):
         chosen = mine & (line.label == label)
-        rows.append(_hidden(line, line.labels[label], chosen, int(chosen.sum())))
+        rows.append(_hidden(line, compute, line.labels[label], chosen, int(chosen.sum())))
     return sorted(rows, key=lambda row: -row.exposed_ms)
 
 
-def _stages(line: Timeline, pattern: str) -> list[Hidden]:
+def _stages(line: Timeline, compute: Ints, pattern: str) -> list[Hidden]:
     """Work launched inside ranges of a name, on whichever stream; in order of appearance."""
     ranges = line.ranges
-    matching = ranges.matching(pattern)
-    order = sorted(np.flatnonzero(matching), key=lambda at: (ranges.start[at], at))
+    order = np.argsort(ranges.start, kind="stable")
+    order = order[ranges.matching(pattern)[order]]
+    found: dict[str, list[int]] = defaultdict(list)
+    for at in order:
+        found[ranges.names[at]].append(at)
     rows = []
-    for name in dict.fromkeys(ranges.names[at] for at in order):
-        own = matching & np.array([other == name for other in ranges.names], bool)
+    for name, places in found.items():
+        own = np.zeros(len(ranges.names), bool)
+        own[places] = True
         chosen = within(line.stream, line.start, ranges, own)
         streams = np.unique(ranges.stream[own], return_counts=True)[1]
-        rows.append(_hidden(line, name, chosen, int(streams.max())))
+        rows.append(_hidden(line, compute, name, chosen, int(streams.max())))
     return rows
 
 
-def _hidden(line: Timeline, name: str, chosen: np.ndarray, count: int) -> Hidden:
+def _hidden(
+    line: Timeline, compute: Ints, name: str, chosen: NDArray[np.bool_], count: int
+) -> Hidden:
     """Of some events: their communication, and how much of it any compute of the rank hid."""
     sent = chosen & (line.kind == Kind.COMMUNICATION)
     done = chosen & (line.kind == Kind.COMPUTE)
     communication = intervals.union(line.start[sent], line.end[sent])
-    hidden = intervals.length(intervals.intersect(communication, line.of(Kind.COMPUTE)))
+    hidden = intervals.length(intervals.intersect(communication, compute))
     total = intervals.length(communication)
     return Hidden(
         name=name,
