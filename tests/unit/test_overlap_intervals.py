@@ -47,10 +47,3 @@ def test_two_sets(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
 @given(PAIRS, st.integers(0, SIZE), st.integers(0, SIZE))
 def test_gaps(a: list[tuple[int, int]], start: int, end: int) -> None:
     assert_is(intervals.gaps(as_set(a), start, end), grid([(start, end)]) & ~grid(a))
-
-
-@given(PAIRS, PAIRS)
-def test_covered(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
-    rows = np.array(a, np.int64).reshape(-1, 2)
-    got = intervals.covered(rows[:, 0], rows[:, 1], as_set(b))
-    assert got.tolist() == [int((grid([pair]) & grid(b)).sum()) for pair in a]

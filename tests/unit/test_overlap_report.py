@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,6 @@ WORK = st.lists(
 @given(WORK)
 def test_times_against_a_grid(work: list[tuple[int, int, int]]) -> None:
     """Each microsecond belongs to whoever claims it first; their sum is the span."""
-    import tempfile
-
     trace = TraceBuilder()
     cells = np.zeros((3, SPAN + 20), bool)
     for n, (what, start, duration) in enumerate(work):

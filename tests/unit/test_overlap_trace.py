@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import tempfile
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +105,10 @@ def test_copies_of_copy_engines_inside_a_collective(tmp_path: Path) -> None:
     trace.add("nccl:_all_gather_base", 10, 30, cat="gpu_user_annotation", stream=24)
     for start, stream in ((10, 24), (20, 9), (40, 24)):
         trace.add(copy, start, start + 5, cat="gpu_memcpy", stream=stream)
+    trace.gemm(25, 26, stream=24)
     line = read(trace, tmp_path)
-    assert line.kind.tolist() == [Kind.COMPUTE, Kind.COMMUNICATION, Kind.COPY, Kind.COPY]
+    expected = [Kind.COMPUTE, Kind.COMMUNICATION, Kind.COPY, Kind.COMPUTE, Kind.COPY]
+    assert line.kind.tolist() == expected
 
 
 def layouts() -> dict[str, str]:
@@ -232,8 +237,6 @@ def test_files_that_are_no_traces(content: bytes, message: str, tmp_path: Path) 
 
 @given(st.floats(0.2, 0.999))
 def test_a_truncated_trace_is_never_reported(share: float) -> None:
-    import tempfile
-
     text = many_streams().text()
     end = text.rindex("]")  # what follows the events may be missing
     with tempfile.TemporaryDirectory() as folder:
@@ -252,6 +255,31 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
         analyze([tmp_path])
     with pytest.raises(TraceError, match="is a folder"):
         read_traces([tmp_path])
+
+
+def test_large_traces_take_little_time_and_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gigabyte in 30 s: so much of it in as much of the processor's time. A part in memory."""
+    some = many_streams()
+    for n in range(1200):
+        some.operator(n, n + 1)
+    events = ",\n".join(json.dumps(event, indent=2) for event in some.events)
+    copies = 80
+    path = tmp_path / "trace.json"
+    path.write_text(f'{{"traceEvents": [{",".join([events] * copies)}]}}', encoding="utf-8")
+    size = path.stat().st_size
+    assert size > 2e7
+    start = time.process_time()
+    (line,) = read_traces([path])
+    assert time.process_time() - start < 30 * size / 1e9
+    assert len(line.start) == 400 * copies
+    monkeypatch.setattr(scan, "CHUNK", 1 << 18)
+    tracemalloc.start()
+    read_traces([path])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < size / 2
 
 
 def test_progress_reaches_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

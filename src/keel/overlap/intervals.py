@@ -75,22 +75,3 @@ def subtract(a: Ints, b: Ints) -> Ints:
 def length(a: Ints) -> int:
     """How long all intervals are together."""
     return int((a[:, 1] - a[:, 0]).sum())
-
-
-def covered(start: Ints, end: Ints, a: Ints) -> Ints:
-    """For each interval [start[i], end[i]), how much of it lies in the set; they may overlap.
-
-    >>> covered(np.array([0, 3]), np.array([10, 5]), np.array([[2, 4], [6, 8]])).tolist()
-    [4, 1]
-    """
-    before = np.append(0, np.cumsum(a[:, 1] - a[:, 0]))
-
-    def until(time: Ints) -> Ints:
-        """Length of the part of the set before each time."""
-        begun = np.searchsorted(a[:, 0], time, side="right")
-        if len(a) == 0:
-            return np.zeros(len(time), np.int64)
-        beyond = np.maximum(a[np.maximum(begun - 1, 0), 1] - time, 0)
-        return before[begun] - np.where(begun > 0, beyond, 0)
-
-    return until(np.maximum(end, start)) - until(start)

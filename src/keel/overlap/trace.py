@@ -95,14 +95,6 @@ def read_traces(
     return sorted(numbered, key=lambda line: line.rank)
 
 
-def read_trace(path: str | os.PathLike[str], *, rules: Rules | None = None) -> Timeline:
-    """The timeline of a trace of one process on one GPU."""
-    lines = read_traces([path], rules=rules)
-    if len(lines) > 1:
-        raise TraceError(f"{path} has {len(lines)} GPUs: use read_traces")
-    return lines[0]
-
-
 @dataclass
 class _Events:
     """Events of one GPU, as they come."""
