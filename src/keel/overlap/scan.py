@@ -31,6 +31,8 @@ CATEGORIES = {
 }
 """What is read, and its name today. Waits (`cuda_sync`) occupy no GPU and are left out."""
 
+KERNELS = ("kernel", "Kernel")
+
 CHUNK = 1 << 23
 MAX_EVENT = 1 << 24
 """An object that does not end within this many characters is damaged, not long."""
@@ -38,19 +40,21 @@ MAX_HEADER = 1 << 28
 _TAIL = 1 << 16
 
 _WANTED = re.compile(
-    r'"cat"\s*:\s*"(?:' + "|".join(CATEGORIES) + r')"'
+    r'"cat"\s*:\s*"(' + "|".join(CATEGORIES) + r')"'
     # The rest of an event exactly as Kineto writes it.
-    r'(?:\s*,\s*"name"\s*:\s*"(?P<name>[^"\\]*)"'
+    r'(?:\s*,\s*"name"\s*:\s*"([^"\\]*)"'
     r'\s*,\s*"pid"\s*:\s*\d+\s*,\s*"tid"\s*:\s*\d+'
-    r'\s*,\s*"ts"\s*:\s*(?P<ts>[\d.]+)\s*,\s*"dur"\s*:\s*(?P<dur>[\d.]+)'
-    r'\s*,\s*"args"\s*:\s*(?P<args>\{[^{}]*?"device"\s*:\s*(?P<device>\d+)'
-    r'[^{}]*?"stream"\s*:\s*(?P<stream>\d+)[^{}]*\}))?'
+    r'\s*,\s*"ts"\s*:\s*([\d.]+)\s*,\s*"dur"\s*:\s*([\d.]+)'
+    r'\s*,\s*"args"\s*:\s*\{[^{}]*?"device"\s*:\s*(\d+)'
+    r'[^{}]*?"stream"\s*:\s*(\d+)[^{}]*\})?'
 )
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(r"[\s,]*")
 _DECODER = json.JSONDecoder(strict=False)  # Kineto lets control characters into names
 
 Event = dict[str, Any]
+Kernel = tuple[str, float, float, int, int]
+"""(name, ts, dur, device, stream) of a kernel of which nothing else matters."""
 Progress = Callable[[int, int], None]
 """Called with bytes read so far and bytes in all."""
 
@@ -69,7 +73,7 @@ class _IrregularError(Exception):
 
 def scan(
     path: str | os.PathLike[str], progress: Progress | None = None
-) -> tuple[dict[str, Any], Iterator[Event | None]]:
+) -> tuple[dict[str, Any], Iterator[Event | Kernel | None]]:
     """(what the header says, GPU events of a .json or .json.gz trace).
 
     A None among the events takes back all that came before it: the file is being read again.
@@ -86,7 +90,7 @@ def scan(
     return _header(header), _events(path, progress)
 
 
-def _events(path: Path, progress: Progress | None) -> Iterator[Event | None]:
+def _events(path: Path, progress: Progress | None) -> Iterator[Event | Kernel | None]:
     try:
         yield from _quick(path, progress)
     except _IrregularError:
@@ -149,7 +153,7 @@ def _header(text: str) -> dict[str, Any]:
     return seen
 
 
-def _quick(path: Path, progress: Progress | None) -> Iterator[Event]:
+def _quick(path: Path, progress: Progress | None) -> Iterator[Event | Kernel]:
     chunks, text, _ = _open_events(path, progress)
     tail = text[-_TAIL:]
     while True:
@@ -157,9 +161,10 @@ def _quick(path: Path, progress: Progress | None) -> Iterator[Event]:
         for found in _WANTED.finditer(text):
             if found.start() < done:
                 continue
-            if found["args"] is not None and (event := _kernel(text, found)) is not None:
+            category, name, ts, dur, device, stream = found.groups()
+            if stream is not None and category in KERNELS and _is_plain(text, found):
                 done = found.end()
-                yield event
+                yield name, float(ts), float(dur), int(device), int(stream)
                 continue
             start = text.rfind("{", done, found.start())
             if start < 0:
@@ -187,21 +192,16 @@ def _quick(path: Path, progress: Progress | None) -> Iterator[Event]:
         raise _IrregularError
 
 
-def _kernel(text: str, found: re.Match[str]) -> Event | None:
-    """The event without decoding all of it, which takes several times longer.
+def _is_plain(text: str, found: re.Match[str]) -> bool:
+    """Whether nothing more is wanted of a kernel than what was found: it is no collective.
 
-    Only for kernels of which nothing more is wanted: no collective and no copy.
+    Such an event need not be decoded, which would take several times longer.
     """
-    start, end = found.span("args")
-    if (
-        text[found.start() + 5 : found.start() + 16].find("ernel") < 0
-        or text.find('"X"', max(found.start() - 24, 0), found.start()) < 0
-        or text.find('"Collective', start, end) >= 0
-    ):
-        return None
-    name, ts, dur, _, device, stream = found.groups()
-    args = {"device": int(device), "stream": int(stream)}
-    return {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": args}
+    start, end = found.span()
+    return (
+        text.find('"X"', max(start - 24, 0), start) >= 0
+        and text.find('"Collective', found.end(4), end) < 0
+    )
 
 
 def _is_closed(tail: str) -> bool:

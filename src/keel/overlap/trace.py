@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,37 +99,51 @@ def read_traces(
 
 @dataclass
 class _Events:
-    """Events of one GPU, as they come."""
+    """Events of one GPU, as they come; times in microseconds, as Kineto counts them."""
 
-    start: array[int] = field(default_factory=lambda: array("q"))
-    end: array[int] = field(default_factory=lambda: array("q"))
+    start: array[float] = field(default_factory=lambda: array("d"))
+    duration: array[float] = field(default_factory=lambda: array("d"))
     kind: array[int] = field(default_factory=lambda: array("q"))
     stream: array[int] = field(default_factory=lambda: array("q"))
     label: array[int] = field(default_factory=lambda: array("q"))
     sequence: array[int] = field(default_factory=lambda: array("q"))
     labels: dict[str, int] = field(default_factory=dict)
-    ranges: list[tuple[str, int, int, int]] = field(default_factory=list)
+    ranges: list[tuple[str, int, float, float]] = field(default_factory=list)
+
+    def add(
+        self, name: str, kind: Kind, start: float, duration: float, stream: int, sequence: int
+    ) -> None:
+        self.start.append(start)
+        self.duration.append(duration)
+        self.kind.append(kind)
+        self.stream.append(stream)
+        self.label.append(self.labels.setdefault(name, len(self.labels)))
+        self.sequence.append(sequence)
 
 
 def _read(path: Path, rules: Rules, progress: Progress) -> list[tuple[int | None, Timeline]]:
     header, events = scan(path, progress)
-    base = int(header.get("baseTimeNanoseconds", 0))
-    devices: dict[int, _Events] = {}
+    devices: dict[int, _Events] = defaultdict(_Events)
     for event in events:
         if event is None:
             devices.clear()
-            continue
-        try:
-            _add(devices, event, rules, base)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise TraceError(f"{path} has a GPU event without usable times: {error}") from None
+        elif isinstance(event, tuple):
+            name, start, duration, device, stream = event
+            kind = rules.kind("kernel", name, {})
+            if kind is not None:
+                devices[device].add(name, kind, start, duration, stream, -1)
+        else:
+            try:
+                _add(devices, event, rules)
+            except (TypeError, ValueError) as error:
+                raise TraceError(f"{path} has a GPU event without usable times: {error}") from None
     lines = {device: seen for device, seen in devices.items() if seen.start}
     if not lines:
         raise NoGpuWorkError(
             f"{path} has no GPU work: there is nothing to overlap. Profile on a GPU with "
             "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
         )
-    rank = _rank(path, header)
+    rank, base = _rank(path, header), int(header.get("baseTimeNanoseconds", 0))
     names = {
         gpu.get("id"): gpu.get("name")
         for gpu in header.get("deviceProperties", [])
@@ -136,37 +152,28 @@ def _read(path: Path, rules: Rules, progress: Progress) -> list[tuple[int | None
     return [
         (
             rank if len(lines) == 1 else None,
-            _timeline(seen, str(path), header.get("host_name"), names.get(device)),
+            _timeline(seen, base, str(path), header.get("host_name"), names.get(device)),
         )
         for device, seen in sorted(lines.items())
     ]
 
 
-def _add(devices: dict[int, _Events], event: dict[str, Any], rules: Rules, base: int) -> None:
+def _add(devices: dict[int, _Events], event: dict[str, Any], rules: Rules) -> None:
     args = event.get("args") or {}
-    device = _number(args.get("device", event.get("pid")))
+    seen = devices[_number(args.get("device", event.get("pid")))]
     stream = _number(args.get("stream", event.get("tid")))
-    # Kineto counts microseconds with three decimals.
-    start = base + round(float(event["ts"]) * 1000)
-    end = start + max(round(float(event.get("dur", 0)) * 1000), 0)
+    start, duration = float(event["ts"]), max(float(event.get("dur", 0)), 0.0)
+    if not math.isfinite(start + duration):
+        raise ValueError(f"ts {start}, dur {duration}")
     category, name = CATEGORIES[event["cat"]], str(event["name"])
-    seen = devices.get(device)
-    if seen is None:
-        seen = devices[device] = _Events()
     if category == "gpu_user_annotation":
-        seen.ranges.append((name, stream, start, end))
+        seen.ranges.append((name, stream, start, duration))
         return
     kind = rules.kind(category, name, args)
-    if kind is None:
-        return
-    if kind is Kind.COMMUNICATION:
-        name = _collective(name, args)
-    seen.start.append(start)
-    seen.end.append(end)
-    seen.kind.append(kind)
-    seen.stream.append(stream)
-    seen.label.append(seen.labels.setdefault(name, len(seen.labels)))
-    seen.sequence.append(_number(args.get("Seq")))
+    if kind is not None:
+        if kind is Kind.COMMUNICATION:
+            name = _collective(name, args)
+        seen.add(name, kind, start, duration, stream, _number(args.get("Seq")))
 
 
 def _collective(name: str, args: dict[str, Any]) -> str:
@@ -195,15 +202,17 @@ def _rank(path: Path, header: dict[str, Any]) -> int | None:
     return int(named[-1]) if named else None
 
 
-def _timeline(seen: _Events, source: str, host: str | None, gpu: str | None) -> Timeline:
+def _timeline(seen: _Events, base: int, source: str, host: str | None, gpu: str | None) -> Timeline:
     columns = {
         name: np.array(getattr(seen, name), np.int64)
-        for name in ("start", "end", "kind", "stream", "label", "sequence")
+        for name in ("kind", "stream", "label", "sequence")
     }
+    columns["start"], columns["end"] = _nanoseconds(seen.start, seen.duration, base)
     order = np.argsort(columns["start"], kind="stable")
     columns = {name: column[order] for name, column in columns.items()}
-    bounds = np.array([row[1:] for row in seen.ranges], np.int64).reshape(-1, 3)
-    ranges = Ranges([row[0] for row in seen.ranges], bounds[:, 0], bounds[:, 1], bounds[:, 2])
+    bounds = _nanoseconds([x[2] for x in seen.ranges], [x[3] for x in seen.ranges], base)
+    streams = np.array([x[1] for x in seen.ranges], np.int64)
+    ranges = Ranges([x[0] for x in seen.ranges], streams, *bounds)
     collective = ranges.matching(COLLECTIVE_RANGE)
     if collective.any():
         inside = within(columns["stream"], columns["start"], ranges, collective)
@@ -217,6 +226,12 @@ def _timeline(seen: _Events, source: str, host: str | None, gpu: str | None) -> 
         ranges=ranges,
         **columns,
     )
+
+
+def _nanoseconds(start: Sequence[float], duration: Sequence[float], base: int) -> tuple[Ints, Ints]:
+    """(start, end) of microseconds with three decimals, on the clock of the machine."""
+    first, length = (np.rint(np.array(x, float) * 1000).astype(np.int64) for x in (start, duration))
+    return base + first, base + first + length
 
 
 def within(
