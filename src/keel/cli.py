@@ -1,4 +1,4 @@
-"""The `keel` command: env, plan, and demo (cli_demo.py). Presentation; needs the extra `cli`."""
+"""The `keel` command: env, plan, demo (cli_demo.py), overlap. Needs the extra `cli`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from keel import masks
 from keel._version import __version__
 from keel.masks import AttnMask
 from keel.ops import explain_backend
+from keel.overlap import commands as overlap
 from keel.tiling import plan_tiles
 
 if TYPE_CHECKING:  # commands without ranks do not need torch.distributed
@@ -77,6 +78,7 @@ def build_app() -> typer.Typer:
     for command in (env, plan):
         app.command()(command)
     app.add_typer(build_demo(), name="demo")
+    app.add_typer(overlap.build_app(), name="overlap")
     return app
 
 

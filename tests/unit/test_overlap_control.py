@@ -106,6 +106,15 @@ def test_each_lever_says_what_it_found(capsys):
     assert "not set" in advise({})
 
 
+def test_the_command_prints_it():
+    from typer.testing import CliRunner
+
+    from keel.cli import build_app
+
+    result = CliRunner().invoke(build_app(), ["overlap", "advise"], env={CONNECTIONS: "1"})
+    assert result.exit_code == 0 and f"! {CONNECTIONS} = 1" in result.output
+
+
 def test_what_stands_in_the_way_is_logged_once(monkeypatch, caplog):
     monkeypatch.setenv(CONNECTIONS, "1")
     warn_once.cache_clear()

@@ -28,11 +28,11 @@ class TrainConfig:
     num_layers: int = 3
     hidden_size: int = 64
     num_heads: int = 2
-    lr: float = 0.03
+    lr: float = 0.028
     """Of Muon, for all hidden matrices, without weight decay."""
     aux_lr: float = 3e-3
     """Of AdamW, for embedding, head and norms."""
-    tau: float = 16.0
+    tau: float = 17.0
     warmup: int = 10
     """Steps in which rates grow to their full value."""
     cooldown: int = 50
