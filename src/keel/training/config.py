@@ -22,13 +22,13 @@ class TrainConfig:
     0.5
     """
 
-    steps: int = 400
+    steps: int = 500
     tokens: int = 512
     """Of a step, over all ranks."""
     num_layers: int = 3
     hidden_size: int = 64
     num_heads: int = 2
-    lr: float = 0.028
+    lr: float = 0.024
     """Of Muon, for all hidden matrices, without weight decay."""
     aux_lr: float = 3e-3
     """Of AdamW, for embedding, head and norms."""
