@@ -32,7 +32,7 @@ class TrainConfig:
     """Of Muon, for all hidden matrices, without weight decay."""
     aux_lr: float = 3e-3
     """Of AdamW, for embedding, head and norms."""
-    tau: float = 17.0
+    tau: float = 15.0
     warmup: int = 10
     """Steps in which rates grow to their full value."""
     cooldown: int = 50
