@@ -175,7 +175,7 @@ def class_span(WIDTH, PARTS, CLASSES, c):
     """Columns that class c can take; beyond the last, less than nothing."""
     if c >= CLASSES:
         return -1
-    return (WIDTH >> c if PARTS == 1 else WIDTH) * (PARTS - c * (PARTS - 1) // max(1, CLASSES - 1))
+    return class_width(WIDTH, PARTS, c) * class_parts(PARTS, CLASSES, c)
 
 
 @triton.jit
@@ -289,7 +289,8 @@ def row_strides(name: str, x: torch.Tensor, unit: int) -> dict[str, int]:
 def shape_constants(
     config: RowConfig, band: tuple[int, int], sq: int, sk: int, unit: int
 ) -> dict[str, int | bool]:
-    assert config.one_pass <= ((config.parts - 1) * config.width < sk + UNIT), "`store_row`"
+    if config.one_pass:  # `store_row` looks for the row's end in the last two blocks
+        assert (config.parts - 1) * config.width < sk + UNIT, f"{config} has blocks beyond {sk}"
     # A side of the band that hides nothing costs nothing.
     has_lo, has_hi = band[0] > 1 - sq, band[1] < sk - 1
     # A class must leave each thread something to do.
