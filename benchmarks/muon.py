@@ -17,6 +17,7 @@ import argparse
 import csv
 import functools
 import itertools
+import math
 import random
 import statistics
 import sys
@@ -32,8 +33,8 @@ from keel.optim import Muon, newton_schulz, orthogonalize
 
 RESULTS = Path(__file__).parent / "results"
 HIDDEN, INNER, LAYERS, STEPS = 4096, 11_008, 24, 5
-LAYER = [(HIDDEN, HIDDEN)] * 4 + [(HIDDEN, INNER)] * 3
-SHAPES = [(HIDDEN, HIDDEN), (HIDDEN, INNER)]
+LAYER: list[tuple[int, ...]] = [(HIDDEN, HIDDEN)] * 4 + [(HIDDEN, INNER)] * 3
+SHAPES: list[tuple[int, ...]] = [(HIDDEN, HIDDEN), (HIDDEN, INNER)]
 
 
 @dataclass
@@ -63,17 +64,19 @@ class Product:
     times_torch: float
 
 
-def flops(shapes: list[tuple[int, int]]) -> int:
+def flops(shapes: list[tuple[int, ...]]) -> int:
     total = 0
-    for shape in shapes:
-        m, n = sorted(shape)
-        total += STEPS * (4 * m * m * n + 2 * m**3)
+    for *batch, rows, columns in shapes:
+        m, n = sorted((rows, columns))
+        total += math.prod(batch) * STEPS * (4 * m * m * n + 2 * m**3)
     return total
 
 
 def torch_orthogonalize(x: torch.Tensor) -> torch.Tensor:
     from torch.optim._muon import _zeropower_via_newtonschulz
 
+    if x.ndim > 2:  # it takes one matrix after the other
+        return torch.stack([torch_orthogonalize(matrix) for matrix in x])
     return _zeropower_via_newtonschulz(x, newton_schulz.QUINTIC, STEPS, 1e-7)
 
 
@@ -96,9 +99,9 @@ def in_turns(
     return {name: statistics.median(samples) for name, samples in times.items()}
 
 
-def errors_of(names: list[str], shape: tuple[int, int]) -> dict[str, float]:
+def errors_of(names: list[str], shape: tuple[int, ...]) -> dict[str, float]:
     """Relative distance from the steps in fp32, for a matrix with singular values over a decade."""
-    x = torch.randn(shape, device="cuda") + 3 * torch.randn(shape[0], 1, device="cuda") / 10
+    x = torch.randn(shape, device="cuda") + 3 * torch.randn(*shape[:-1], 1, device="cuda") / 10
     exact = orthogonalize(x, dtype=torch.float32, form="plain")
     found = {n: float((PROVIDERS[n](x).float() - exact).norm() / exact.norm()) for n in names}
     for name, error in found.items():
@@ -109,7 +112,7 @@ def errors_of(names: list[str], shape: tuple[int, int]) -> dict[str, float]:
     return found
 
 
-def measure_shape(shape: tuple[int, int], names: list[str], rounds: int) -> list[Row]:
+def measure_shape(shape: tuple[int, ...], names: list[str], rounds: int) -> list[Row]:
     errors = errors_of(names, shape)
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     times = in_turns({n: functools.partial(PROVIDERS[n], x) for n in names}, rounds)
@@ -255,7 +258,8 @@ def main() -> None:
     shapes, names = SHAPES, ["keel", "torch"]
     if args.forms:
         wider = [(m, int(m * a)) for m in (512, 1024, 2048, 4096) for a in (1, 1.25, 1.5, 2, 4)]
-        shapes, names = wider, list(PROVIDERS)
+        several = [(4, 1024, 1024), (16, 1024, 1024), (16, 1024, 4096), (4, 2048, 2048)]
+        shapes, names = wider + several, list(PROVIDERS)
     rows: list[Row] = []
     for shape in shapes:
         rows += measure_shape(shape, names, args.rounds)

@@ -9,7 +9,7 @@ transposed. Two forms of the same polynomial:
 The gram form wins where n is well above m, since only its first and last products touch n. It sees
 squares of singular values, so small ones sink below the rounding of G: even below zero, from where
 steps drive them off. So X and G are formed anew after two steps, when small values have grown, and
-after every third step from there. On CUDA both forms compute half of every symmetric product.
+after every third step from there. On CUDA both forms compute half of every large symmetric product.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ NORMALIZE = ("fp32", "torch")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 GRAM_FROM_ASPECT = 1.5
-"""n / m from which "auto" takes the gram form on CUDA."""
+"""n / m from which "auto" takes the gram form on CUDA, if its products are worth halving."""
 
-SYMMETRIC_FROM = 1024
-"""Rows from which half a product is faster than a whole one by cuBLAS."""
+HALVES_FROM = 25_000_000_000
+"""Multiplications of a product from which half of it is faster than all of it by cuBLAS: below,
+launching a kernel of ours takes longer than the GPU needs for the whole product."""
 
 FIRST_BLOCK, LATER_BLOCKS = 2, 3
 
@@ -117,7 +118,7 @@ def iterate(x: torch.Tensor, triples: tuple[Triple, ...], form: str = "auto") ->
         return x
     if form == "auto":
         wide = x.shape[-1] >= GRAM_FROM_ASPECT * x.shape[-2]
-        form = "gram" if x.is_cuda and wide and len(triples) > 2 else "plain"
+        form = "gram" if wide and len(triples) > 2 and _halves(x) else "plain"
     return _gram_form(x, triples) if form == "gram" else _plain_form(x, triples)
 
 
@@ -183,7 +184,6 @@ def symmetric(
 
 
 def _halves(x: torch.Tensor) -> bool:
-    """Whether computing half of a product and mirroring it is faster than all of it."""
-    return (
-        x.is_cuda and x.shape[-2] >= SYMMETRIC_FROM and x.dtype in (torch.float16, torch.bfloat16)
-    )
+    """Whether half of X·Xᵀ (batch, m, m), mirrored, is sooner there than all of it."""
+    enough = x.numel() * x.shape[-2] >= HALVES_FROM
+    return x.is_cuda and enough and x.dtype in (torch.float16, torch.bfloat16)
