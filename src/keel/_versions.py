@@ -71,3 +71,16 @@ def store_of_all_ranks() -> Any:
 def in_backward() -> bool:
     """Whether autograd is running a backward in this thread: forwards are then recomputations."""
     return torch._C._current_graph_task_id() != -1
+
+
+def __getattr__(name: str) -> Any:
+    """Gluon's TMA copies, called otherwise until Triton 3.7; imported when somebody asks."""
+    spellings = {
+        "tma_load": ("async_load", "async_copy_global_to_shared"),
+        "tma_store": ("async_store", "async_copy_shared_to_global"),
+    }
+    if name not in spellings:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+
+    return next(getattr(tma, n) for n in spellings[name] if hasattr(tma, n))

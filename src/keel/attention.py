@@ -15,7 +15,7 @@ from keel.masks.inputs import mask_of_tensors, remembered, tensors_of_mask
 from keel.masks.intervals import UNBOUNDED
 from keel.masks.mask import MAX_TOKENS, RangesLike, TypesLike
 from keel.meta import AttnForwardMeta, Scoring
-from keel.ops import attention, choose_backend
+from keel.ops import attention, choose_attention_backend
 
 
 def flex_flash_attn_func(
@@ -59,7 +59,8 @@ def flex_flash_attn_func(
             implies return_max_logits, and `meta.max_logits` is this buffer.
         deterministic: bitwise repeatable gradients; only a broadcast bias has to pay for it.
         sm_margin: SMs left free for other kernels, 0 <= sm_margin < SMs.
-        backend: "auto", "triton", "blocked" or "reference"; an explicit one never falls back.
+        backend: "auto", "hopper", "triton", "blocked" or "reference"; an explicit one never falls
+            back.
 
     Returns:
         out (tq, hq, dv) in q's dtype, and `AttnForwardMeta` with lse (tq, hq) and max_logits (hq,).
@@ -239,7 +240,7 @@ def _attend(
         max_logits_out=max_logits_out,
         deterministic=deterministic,
         sm_margin=sm_margin,
-        backend=choose_backend(backend, q.device, q.dtype),
+        backend=choose_attention_backend(backend, q, k, v, scoring),
     )
     return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
 

@@ -65,11 +65,45 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> st
         if problem is not None:
             raise ValueError(f"backend 'triton' cannot run here: {problem}; use backend='auto'")
     elif backend == "hopper":
-        raise ValueError(
-            "backend 'hopper' is not part of this version: use 'auto', 'triton', 'blocked' or "
-            "'reference'"
-        )
+        raise ValueError("backend 'hopper' is for attention alone: use 'auto' or 'triton' here")
     return backend
+
+
+def choose_attention_backend(
+    backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring
+) -> str:
+    """As choose_backend, with the kernels for Hopper where they can take these tensors."""
+    if backend == "hopper":
+        problem = _hopper_problem(q, k, v, scoring)
+        if problem is not None:
+            raise ValueError(f"backend 'hopper' cannot run here: {problem}; use backend='auto'")
+        return backend
+    chosen = choose_backend(backend, q.device, q.dtype)
+    if backend == "auto" and chosen == "triton" and _hopper_problem(q, k, v, scoring) is None:
+        return "hopper"
+    return chosen
+
+
+def _hopper_problem(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring
+) -> str | None:
+    problem = _triton_problem(q.device, q.dtype)
+    if problem is not None:
+        return problem
+    from keel.kernels.hopper_launch import hopper_problem
+
+    return hopper_problem(q, k, v, scoring)
+
+
+def _forward_kernel(backend: str) -> Any:
+    """The module whose `forward` serves a backend that is not torch itself."""
+    if backend == "hopper":
+        from keel.kernels import hopper_launch
+
+        return hopper_launch
+    from keel.kernels import flash_fwd
+
+    return flash_fwd
 
 
 def explain_backend(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
@@ -181,14 +215,12 @@ def _attn_fwd(
         if max_logits is not None:
             top = torch.maximum(max_logits, top, out=max_logits)
         return out.to(q.dtype), lse, top if want_max else top.new_empty(0)
-    from keel.kernels import flash_fwd
-
     out = torch.empty(tq, hq, dv, dtype=q.dtype, device=q.device)
     lse = torch.empty(tq, hq, dtype=torch.float32, device=q.device)
     if max_logits is None:
         max_logits = torch.full((hq if want_max else 0,), -torch.inf, device=q.device)
     q, scoring, _ = _positive_scale(q, scoring)
-    flash_fwd.forward(
+    _forward_kernel(backend).forward(
         *(q, k, v, attn_mask, scoring),
         out=out,
         lse=lse,
@@ -242,10 +274,8 @@ def _attn_accumulate(
         if max_logits is not None:
             torch.maximum(max_logits, part_top, out=max_logits)
         return
-    from keel.kernels import flash_fwd
-
     q, scoring, _ = _positive_scale(q, scoring)
-    flash_fwd.forward(
+    _forward_kernel(backend).forward(
         *(q, k, v, attn_mask, scoring),
         out=out,
         lse=lse,

@@ -28,7 +28,7 @@ from keel.distributed.maxima import MaxLogitsTracker, start_maximum
 from keel.distributed.plan import Exchange, Plan, Stage
 from keel.masks.inputs import tensors_of_mask
 from keel.meta import AttnForwardMeta, Scoring
-from keel.ops import accumulate_, choose_backend, partial_gradients
+from keel.ops import accumulate_, choose_attention_backend, partial_gradients
 from keel.overlap.control import OverlapConfig, warn_once
 
 Tensor = torch.Tensor
@@ -98,7 +98,7 @@ def calc_attn(
         check_sm_margin(margin, q.device)
     if q.is_cuda and key.num_ranks > 1:
         warn_once()
-    chosen = choose_backend(backend, q.device, q.dtype)
+    chosen = choose_attention_backend(backend, q, k, v, scoring)
     if chosen == "reference":
         raise ValueError("backend 'reference' has no stages: use 'blocked', which is exact in fp64")
     training = torch.is_grad_enabled() and any(

@@ -36,7 +36,7 @@ from keel.kernels.flash_common import (
     tanh,
     work_counter,
 )
-from keel.kernels.launch import Prepared, Tensors, launch
+from keel.kernels.launch import Prepared, Tensors, launch, rows_of_heads
 from keel.masks import AttnMask
 from keel.meta import Scoring
 
@@ -524,7 +524,7 @@ class _Given:
             },
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            streamed=dict.fromkeys(streamed, block_rows) if tma else {},
+            streamed=dict.fromkeys(streamed, rows_of_heads(block_rows)) if tma else {},
         )
 
 

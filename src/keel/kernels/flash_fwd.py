@@ -35,7 +35,7 @@ from keel.kernels.flash_common import (
     tanh,
     work_counter,
 )
-from keel.kernels.launch import Prepared, launch
+from keel.kernels.launch import Prepared, launch, rows_of_heads
 from keel.masks import AttnMask
 from keel.meta import Scoring
 
@@ -326,5 +326,5 @@ def _prepare(
         arguments,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        streamed={"K": config.block_n, "V": config.block_n} if tma else {},
+        streamed=dict.fromkeys("KV", rows_of_heads(config.block_n)) if tma else {},
     )

@@ -39,8 +39,10 @@ class Prepared:
     num_stages: int = 3
     max_registers: int | None = None
     """Per thread; fewer let more programs run side by side."""
-    streamed: dict[str, int] = field(default_factory=dict)
-    """Tensors (tokens, heads, dim) to pass as TMA descriptors, with the rows of a block."""
+    streamed: dict[str, Callable[[torch.Tensor], Any]] = field(default_factory=dict)
+    """Tensors to pass as TMA descriptors, and what makes one."""
+    left_out: tuple[str, ...] = ()
+    """Tensors that this variant does not take."""
 
 
 _recipes: dict[Hashable, Recipe] = {}
@@ -89,7 +91,11 @@ class Recipe:
         self.runner: Callable[..., None] | None = None
         if prepared is not None:
             self.template = [prepared.arguments.get(name) for name in kernel.arg_names]
-            self.places = [kernel.arg_names.index(name) for name in names]
+            self.places = [
+                (kernel.arg_names.index(name), name, prepared.streamed.get(name))
+                for name in names
+                if name not in prepared.left_out
+            ]
             unknown = set(prepared.arguments) - set(kernel.arg_names)
             assert not unknown, f"{kernel.__name__} does not take {unknown}"
 
@@ -111,10 +117,9 @@ class Recipe:
     def _run(self, tensors: Tensors) -> None:
         assert self.prepared is not None
         arguments = self.template.copy()
-        streamed = self.prepared.streamed
-        for place, (name, x) in zip(self.places, tensors.items(), strict=True):
-            rows = streamed.get(name)
-            arguments[place] = x if rows is None or x is None else descriptor(x, rows)
+        for place, name, describe in self.places:
+            x = tensors[name]
+            arguments[place] = x if describe is None or x is None else describe(x)
         if self.runner is not None:
             self.runner(*arguments)
             return
@@ -147,7 +152,11 @@ def _report(name: str, variant: str, seconds: float) -> None:
         )
 
 
-def descriptor(x: torch.Tensor, block_rows: int) -> Any:
-    """Rows of one head at a time, as a TMA descriptor."""
-    tokens, heads, dim = x.shape
-    return TensorDescriptor(x, [tokens, heads * dim], [x.stride(0), 1], [block_rows, dim])
+def rows_of_heads(block_rows: int) -> Callable[[torch.Tensor], Any]:
+    """Rows of one head of (tokens, heads, dim) at a time, as a TMA descriptor."""
+
+    def describe(x: torch.Tensor) -> Any:
+        tokens, heads, dim = x.shape
+        return TensorDescriptor(x, [tokens, heads * dim], [x.stride(0), 1], [block_rows, dim])
+
+    return describe

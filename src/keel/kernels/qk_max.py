@@ -23,7 +23,7 @@ from keel.kernels.flash_common import (
     section_heads,
     strides,
 )
-from keel.kernels.launch import Prepared, launch
+from keel.kernels.launch import Prepared, launch, rows_of_heads
 from keel.masks import AttnMask
 
 # fmt: off
@@ -148,5 +148,5 @@ def _prepare(
         arguments,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        streamed={"K": config.block_n} if tma else {},
+        streamed={"K": rows_of_heads(config.block_n)} if tma else {},
     )

@@ -1,0 +1,570 @@
+"""Hopper forward: out, lse and max logits by specialised warps (Gluon, sm_90).
+
+A block of threads stays on its SM. One warp, the producer, draws work (a q tile of one head), and
+brings queries, keys and values into shared memory by TMA. Two warpgroups of consumers own 64 rows
+each. They compute scores of a block of keys while the values of the block before are added up,
+with probabilities in registers all the time, and the first scores of the next tile while they put
+the last one away.
+
+Keys and values are handed back by named barriers, on which consumers only mark that they are done
+(`bar.arrive`); Triton's arrival on an mbarrier would bring the warpgroup to a stop each time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from keel._versions import tma_load, tma_store
+
+# fmt: off
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+HALF = gl.constexpr(64)
+"""Rows of one consumer."""
+FIELDS = gl.constexpr(8)
+"""Numbers by which the producer tells of a tile."""
+K_FREE = gl.constexpr(9)
+V_FREE = gl.constexpr(12)
+"""First named barriers of the stages of keys and of values; Triton itself uses those up to 8."""
+
+
+class Inputs(NamedTuple):
+    """Descriptors (tokens, heads, dim) and pointers."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    OUT: Any
+    LSE: Any
+    MAX_LOGITS: Any
+    SINK: Any
+    TILES: Any
+    RUNS: Any
+    ROW_LO: Any
+    ROW_HI: Any
+    COUNTER: Any
+
+
+class Numbers(NamedTuple):
+    scale: Any
+    softcap: Any
+    num_tiles: Any
+    section: Any
+    num_heads: Any
+    group: Any
+    num_work: Any
+    stride_ot: Any
+    stride_oh: Any
+
+
+class Ring(NamedTuple):
+    """Shared memory and its barriers: `full` says that data came, `empty` that it was read."""
+
+    q: Any
+    k: Any
+    v: Any
+    fields: Any
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    v_full: Any
+    fields_full: Any
+    fields_empty: Any
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a variant is compiled for; device code sees its constants as capitals."""
+
+    d: int
+    dv: int
+    bn: int
+    """Keys of a block."""
+    stages: int = 2
+    """Blocks of keys and values in shared memory."""
+    q_buffers: int = 2
+    """With two, the next queries come while a tile is worked on."""
+    staged: bool = True
+    """Results leave through shared memory, in the place of their queries, by TMA."""
+    columns: int = 0
+    """Of out, where fewer than dv."""
+    has_sink: bool = False
+    has_softcap: bool = False
+    want_max: bool = False
+    accumulate: bool = False
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.isupper():
+            raise AttributeError(name)
+        return gl.constexpr(getattr(self, name.lower()))
+
+
+class Tile(NamedTuple):
+    row0: Any
+    row_end: Any
+    head: Any
+    first: Any
+    split: Any
+    last: Any
+
+
+@gluon.jit
+def wait_for(number):
+    gl.inline_asm_elementwise("bar.sync $1, 288; mov.u32 $0, 0;", "=r,r,~{memory}", [number],
+                              dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def mark(number):
+    gl.inline_asm_elementwise("bar.arrive $1, 288; mov.u32 $0, 0;", "=r,r,~{memory}", [number],
+                              dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def raise_max(POINTER, seen, value):
+    """As in flash_common, where it is explained."""
+    value = value + 0.0
+    place = POINTER + (value * 0.0).to(gl.int32)
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred higher, any_higher, first, negative, positive;
+        .reg .b32 bits, flip, lane;
+        setp.gtu.f32 higher, $2, $3;
+        vote.sync.any.pred any_higher, higher, 0xffffffff;
+        @!any_higher bra DONE;
+        mov.b32 bits, $2;
+        shr.s32 flip, bits, 31;
+        and.b32 flip, flip, 0x7fffffff;
+        xor.b32 bits, bits, flip;
+        redux.sync.max.s32 bits, bits, 0xffffffff;
+        shr.s32 flip, bits, 31;
+        and.b32 flip, flip, 0x7fffffff;
+        xor.b32 bits, bits, flip;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        setp.lt.and.s32 negative, bits, 0, first;
+        setp.ge.and.s32 positive, bits, 0, first;
+        @positive red.relaxed.gpu.global.max.s32 [$1], bits;
+        @negative red.relaxed.gpu.global.min.u32 [$1], bits;
+        DONE:
+        mov.b32 $0, 0;
+        }""", "=r,l,f,f", [place.to(gl.int64, bitcast=True), value, value * 0.0 + seen],
+        dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def publish(ring, slot, number: gl.constexpr, value):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    ring.fields.index(slot * FIELDS + number).store(gl.full([1], value, gl.int32, layout))
+
+
+@gluon.jit
+def field(ring, slot, number: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(ring.fields.index(slot * FIELDS + number).load(layout), 0)
+
+
+@gluon.jit
+def producer(inputs, numbers, ring, form: gl.constexpr):
+    count = 0
+    turn = 0
+    grid = gl.num_programs(0)
+    work = gl.program_id(0)
+    rows_at_once: gl.constexpr = 2 * HALF
+    while work < numbers.num_work:
+        drawn = gl.atomic_add(inputs.COUNTER, 1, sem="relaxed")
+        # heads in sections that share the L2; inside a section, longest tiles first
+        in_section = work % (numbers.num_tiles * numbers.section)
+        head = (work // (numbers.num_tiles * numbers.section)) * numbers.section
+        head += in_section % numbers.section
+        record = inputs.TILES + (in_section // numbers.section) * FIELDS
+        row0 = gl.load(record)
+        row_end = gl.load(record + 1)
+        first = gl.load(record + 2)
+        split = gl.load(record + 3)
+        last = gl.load(record + 4)
+        row_set = gl.load(record + 5)
+        slot = turn & 1
+        mbarrier.wait(ring.fields_empty.index(slot), ((turn >> 1) & 1) ^ 1)
+        publish(ring, slot, 0, row0)
+        publish(ring, slot, 1, row_end)
+        publish(ring, slot, 2, head)
+        publish(ring, slot, 3, first)
+        publish(ring, slot, 4, split)
+        publish(ring, slot, 5, last)
+        publish(ring, slot, 6, row_set)
+        mbarrier.arrive(ring.fields_full.index(slot), count=1)
+        buffer = turn % form.Q_BUFFERS
+        mbarrier.wait(ring.q_empty.index(buffer), ((turn // form.Q_BUFFERS) & 1) ^ 1)
+        mbarrier.expect(ring.q_full.index(buffer), rows_at_once * form.D * 2)
+        for half in gl.static_range(2):
+            tma_load(inputs.q, [row0 + half * HALF, head, 0], ring.q_full.index(buffer),
+                     ring.q.index(2 * buffer + half))
+        kv_head = head // numbers.group
+        for run in range(first, last):
+            key = gl.load(inputs.RUNS + run * 4)
+            steps = gl.load(inputs.RUNS + run * 4 + 1)
+            for _ in range(steps):
+                stage = count % form.STAGES
+                if count >= form.STAGES:
+                    wait_for(K_FREE + stage)
+                mbarrier.expect(ring.k_full.index(stage), form.BN * form.D * 2)
+                tma_load(inputs.k, [key, kv_head, 0], ring.k_full.index(stage), ring.k.index(stage))
+                if count >= form.STAGES:
+                    wait_for(V_FREE + stage)
+                mbarrier.expect(ring.v_full.index(stage), form.BN * form.DV * 2)
+                tma_load(inputs.v, [key, kv_head, 0], ring.v_full.index(stage), ring.v.index(stage))
+                key += form.BN
+                count += 1
+        if drawn == numbers.num_work - 1:  # the last draw of all: ready for the next launch
+            gl.store(inputs.COUNTER, 0)
+        work = drawn + grid
+        turn += 1
+    slot = turn & 1
+    mbarrier.wait(ring.fields_empty.index(slot), ((turn >> 1) & 1) ^ 1)
+    publish(ring, slot, 0, -1)
+    mbarrier.arrive(ring.fields_full.index(slot), count=1)
+    for ago in range(gl.minimum(count, form.STAGES)):  # marks that nobody waited for
+        wait_for(K_FREE + (count + ago) % form.STAGES)
+        wait_for(V_FREE + (count + ago) % form.STAGES)
+
+
+@gluon.jit
+def next_tile(inputs, ring, turn, mine):
+    """The tile that the producer tells of, and the bounds of the rows of its first run."""
+    slot = turn & 1
+    mbarrier.wait(ring.fields_full.index(slot), (turn >> 1) & 1)
+    row0 = field(ring, slot, 0)
+    row_end = field(ring, slot, 1)
+    head = field(ring, slot, 2)
+    first = field(ring, slot, 3)
+    split = field(ring, slot, 4)
+    last = field(ring, slot, 5)
+    row_set = field(ring, slot, 6)
+    mbarrier.arrive(ring.fields_empty.index(slot), count=1)
+    if row0 < 0:  # what follows is left over from an earlier tile
+        row_set = 0
+    lo, hi = bounds(inputs, row_set, mine)
+    return Tile(row0, row_end, head, first, split, last), lo, hi
+
+
+@gluon.jit
+def bounds(inputs, row_set, mine):
+    rows = row_set * (2 * HALF) + mine
+    return gl.load(inputs.ROW_LO + rows), gl.load(inputs.ROW_HI + rows)
+
+
+@gluon.jit
+def hide(s, key, lo, hi, BN: gl.constexpr):
+    """Scores of keys outside of [lo, hi) to -inf.
+
+    A thread holds every eighth pair of columns. Seen as (rows, BN / 8, 8), the middle index is a
+    constant of each register, so that a bound costs one compare with an immediate.
+    """
+    t = s.reshape([HALF, BN // 8, 8])
+    L: gl.constexpr = t.type.layout
+    octet = 8 * gl.arange(0, BN // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    inner = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :]
+    row_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, L))
+    low = (gl.convert_layout(lo, row_l) - key)[:, None] - inner
+    high = (gl.convert_layout(hi, row_l) - key)[:, None] - inner
+    keep = (octet >= low[:, None, :]) & (octet < high[:, None, :])
+    return gl.convert_layout(gl.where(keep, t, float("-inf")).reshape([HALF, BN]), s.type.layout)
+
+
+@gluon.jit
+def lane_sums(p, BN: gl.constexpr):
+    """Row sums of each lane's own columns, (rows, 8): lanes meet at the end of the tile."""
+    return gl.sum(p.reshape([HALF, BN // 8, 8]), 1)
+
+
+@gluon.jit
+def capped(s, scale, softcap):
+    """softcap · tanh(s · scale / softcap); exp overflows to inf for large s: the right limit."""
+    over = 1.0 + gl.exp2(s * (2.0 * LOG2E * scale / softcap))
+    inverse = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [over],
+                                        dtype=gl.float32, is_pure=True, pack=1)
+    return softcap - 2.0 * softcap * inverse
+
+
+@gluon.jit
+def scores(s, key, lo, hi, raw_top, numbers, form: gl.constexpr, MASKED: gl.constexpr):
+    """Scores as they go into the softmax, and the highest before softcap where that is wanted."""
+    if form.HAS_SOFTCAP:
+        if form.WANT_MAX:
+            raw = s * numbers.scale
+            if MASKED:
+                raw = hide(raw, key, lo, hi, form.BN)
+            raw_top = gl.maximum(raw_top, gl.max(raw, 1))
+        s = capped(s, numbers.scale, numbers.softcap)
+    if MASKED:
+        s = hide(s, key, lo, hi, form.BN)
+    return s, raw_top
+
+
+@gluon.jit
+def step(q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, scale2, numbers,
+         form: gl.constexpr, MASKED: gl.constexpr, p_l: gl.constexpr, row_l: gl.constexpr):
+    """Scores of a block of keys while the values of the block before are added up."""
+    stage = count % form.STAGES
+    phase = (count // form.STAGES) & 1
+    next_stage = (count + 1) % form.STAGES
+    next_phase = ((count + 1) // form.STAGES) & 1
+    mbarrier.wait(ring.k_full.index(next_stage), next_phase)
+    s = warpgroup_mma(q, ring.k.index(next_stage).reshape([form.BN, form.D]).permute((1, 0)), zero,
+                      use_acc=False, is_async=True)
+    mbarrier.wait(ring.v_full.index(stage), phase)
+    acc = warpgroup_mma(probs, ring.v.index(stage).reshape([form.BN, form.DV]), acc, is_async=True)
+    s = warpgroup_mma_wait(1, [s])
+    mark(K_FREE + next_stage)
+    s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, MASKED)
+    new_top2 = gl.maximum(top2, gl.max(s, 1) * scale2)
+    shift = new_top2
+    if MASKED:
+        shift = gl.where(new_top2 == float("-inf"), 0.0, new_top2)
+    p = gl.exp2(s * scale2 - shift[:, None])
+    decay = gl.exp2(top2 - shift)
+    sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None]
+    sums += lane_sums(p, form.BN)
+    acc = warpgroup_mma_wait(0, [acc])
+    mark(V_FREE + stage)
+    probs = gl.convert_layout(p.to(ring.k.dtype), p_l)
+    acc = acc * gl.convert_layout(decay, row_l)[:, None]
+    return acc, sums, new_top2, raw_top, probs
+
+
+@gluon.jit
+def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, tile, buffer, acc, total,
+             top2, raw_top, seen, mine, o_l: gl.constexpr):
+    """Sink, lse, out and max logits of a finished tile."""
+    row_l: gl.constexpr = gl.SliceLayout(1, o_l)
+    rows = tile.row0 + mine
+    there = rows < tile.row_end
+    if form.WANT_MAX:
+        row_top = top2 * LN2
+        if form.HAS_SOFTCAP:
+            row_top = raw_top
+        # maxima drop NaNs, sums keep them
+        row_top = gl.where(total == total, row_top, float("nan"))
+        row_top = gl.where(there, row_top, float("-inf"))
+    if form.HAS_SINK:
+        sink2 = gl.load(inputs.SINK + tile.head).to(gl.float32) * LOG2E
+        new_top2 = gl.maximum(top2, sink2)
+        shift = gl.where(new_top2 == float("-inf"), 0.0, new_top2)
+        decay = gl.exp2(top2 - shift)
+        total = total * decay + gl.exp2(sink2 - shift)
+        acc = acc * gl.convert_layout(decay, row_l)[:, None]
+        top2 = new_top2
+    empty = total == 0.0
+    denominator = gl.where(empty, 1.0, total)
+    lse = gl.where(empty, float("-inf"), (top2 + gl.log2(denominator)) * LN2)
+    out = acc * gl.convert_layout(1.0 / denominator, row_l)[:, None]
+    lse_place = inputs.LSE + rows.to(gl.int64) * numbers.num_heads + tile.head
+    out_rows = tile.row0 + cid * HALF + gl.arange(0, HALF, row_l)
+    dim = gl.arange(0, form.DV, gl.SliceLayout(0, o_l))
+    place = inputs.OUT + (out_rows.to(gl.int64) * numbers.stride_ot)[:, None]
+    place += tile.head.to(gl.int64) * numbers.stride_oh + dim[None, :]
+    inside = (out_rows < tile.row_end)[:, None]
+    if form.COLUMNS > 0:
+        inside = inside & (dim < form.COLUMNS)[None, :]
+    if form.ACCUMULATE:
+        old_lse = gl.load(lse_place, mask=there, other=float("-inf"))
+        high = gl.maximum(lse, old_lse)
+        high = gl.where(high == float("-inf"), 0.0, high)
+        new_part = gl.exp2((lse - high) * LOG2E)
+        old_part = gl.exp2((old_lse - high) * LOG2E)
+        both = new_part + old_part
+        nothing = both == 0.0
+        both = gl.where(nothing, 1.0, both)
+        old = gl.load(place, mask=inside, other=0.0)
+        out = out * gl.convert_layout(new_part / both, row_l)[:, None]
+        out += old * gl.convert_layout(old_part / both, row_l)[:, None]
+        lse = gl.where(nothing, float("-inf"), high + gl.log2(both) * LN2)
+    gl.store(lse_place, lse, mask=there)
+    out = out.to(inputs.OUT.dtype.element_ty)
+    if not form.STAGED:
+        gl.store(place, out, mask=inside)
+    else:
+        if tile.row_end - tile.row0 == 2 * HALF:  # its queries are not needed any more
+            staged = ring.q.index(2 * buffer + cid)
+            staged.reshape([HALF, form.D]).store(out)
+            fence_async_shared()
+            tma_store(inputs.o, [tile.row0 + cid * HALF, tile.head, 0], staged)
+        else:
+            gl.store(place, out, mask=inside)
+    if form.WANT_MAX:  # last, when nothing waits for it any more
+        raise_max(inputs.MAX_LOGITS + tile.head, seen, row_top)
+
+
+@gluon.jit
+def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
+    BN: gl.constexpr = form.BN
+    DV: gl.constexpr = form.DV
+    s_l: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    o_l: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
+    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_l, k_width=2)
+    row_l: gl.constexpr = gl.SliceLayout(1, o_l)
+    srow_l: gl.constexpr = gl.SliceLayout(1, s_l)
+    scale2 = numbers.scale * LOG2E
+    if form.HAS_SOFTCAP:
+        scale2 = numbers.scale * 0.0 + LOG2E
+    mine = cid * HALF + gl.arange(0, HALF, srow_l)
+    zero = gl.zeros([HALF, BN], gl.float32, s_l)
+    acc = gl.zeros([HALF, form.DV], gl.float32, o_l)
+    total = gl.zeros([HALF], gl.float32, srow_l)
+    top2 = gl.full([HALF], float("-inf"), gl.float32, srow_l)
+    raw_top = top2
+    seen = 0.0
+    count = 0
+    turn = 0
+    tile, lo, hi = next_tile(inputs, ring, turn, mine)
+    before = tile
+    while tile.row0 >= 0:
+        buffer = turn % form.Q_BUFFERS
+        if form.Q_BUFFERS == 1:
+            if turn > 0:
+                put_away(cid, inputs, numbers, ring, form, before, 0, acc, total, top2, raw_top,
+                         seen, mine, o_l)
+        mbarrier.wait(ring.q_full.index(buffer), (turn // form.Q_BUFFERS) & 1)
+        stage = count % form.STAGES
+        mbarrier.wait(ring.k_full.index(stage), (count // form.STAGES) & 1)
+        q = ring.q.index(2 * buffer + cid).reshape([HALF, form.D])
+        s = warpgroup_mma(q, ring.k.index(stage).reshape([BN, form.D]).permute((1, 0)), zero,
+                          use_acc=False, is_async=True)
+        if form.Q_BUFFERS == 2:
+            if turn > 0:
+                put_away(cid, inputs, numbers, ring, form, before, buffer ^ 1, acc, total, top2,
+                         raw_top, seen, mine, o_l)
+        if form.WANT_MAX:
+            seen = gl.load(inputs.MAX_LOGITS + tile.head)
+        s = warpgroup_mma_wait(0, [s])
+        mark(K_FREE + stage)
+        key = gl.load(inputs.RUNS + tile.first * 4)
+        raw_top = gl.full([HALF], float("-inf"), gl.float32, srow_l)
+        if tile.first < tile.split:
+            s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, True)
+        else:
+            s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, False)
+        top2 = gl.max(s, 1) * scale2
+        shift = gl.where(top2 == float("-inf"), 0.0, top2)
+        p = gl.exp2(s * scale2 - shift[:, None])
+        sums = lane_sums(p, BN)
+        probs = gl.convert_layout(p.to(ring.k.dtype), p_l)
+        acc = gl.zeros([HALF, form.DV], gl.float32, o_l)
+        if form.Q_BUFFERS == 2:
+            if turn > 0:  # what was put away has left shared memory by now
+                tma.store_wait(0)
+                mbarrier.arrive(ring.q_empty.index(buffer ^ 1), count=1)
+        done = 1
+        for run in range(tile.first, tile.split):
+            key = gl.load(inputs.RUNS + run * 4) + done * BN
+            steps = gl.load(inputs.RUNS + run * 4 + 1) - done
+            following = gl.minimum(run + 1, tile.split - 1)
+            next_lo, next_hi = bounds(inputs, gl.load(inputs.RUNS + following * 4 + 2), mine)
+            done = 0
+            for _ in range(steps):
+                acc, sums, top2, raw_top, probs = step(
+                    q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, scale2,
+                    numbers, form, True, p_l, row_l)
+                key += BN
+                count += 1
+            lo = next_lo
+            hi = next_hi
+        for run in range(tile.split, tile.last):
+            key = gl.load(inputs.RUNS + run * 4) + done * BN
+            steps = gl.load(inputs.RUNS + run * 4 + 1) - done
+            done = 0
+            for _ in range(steps):
+                acc, sums, top2, raw_top, probs = step(
+                    q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, scale2,
+                    numbers, form, False, p_l, row_l)
+                key += BN
+                count += 1
+        if form.Q_BUFFERS == 1:
+            mbarrier.arrive(ring.q_empty.index(0), count=1)
+        stage = count % form.STAGES
+        mbarrier.wait(ring.v_full.index(stage), (count // form.STAGES) & 1)
+        acc = warpgroup_mma(probs, ring.v.index(stage).reshape([BN, form.DV]), acc, is_async=True)
+        before = tile
+        turn += 1
+        tile, lo, hi = next_tile(inputs, ring, turn, mine)
+        total = gl.convert_layout(gl.sum(sums, 1), srow_l)
+        acc = warpgroup_mma_wait(0, [acc])
+        mark(V_FREE + stage)
+        count += 1
+    put_away(cid, inputs, numbers, ring, form, before, (turn + 1) % form.Q_BUFFERS, acc, total,
+             top2, raw_top, seen, mine, o_l)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def first_consumer(inputs, numbers, ring, form: gl.constexpr):
+    consumer(0, inputs, numbers, ring, form)
+
+
+@gluon.jit
+def second_consumer(inputs, numbers, ring, form: gl.constexpr):
+    consumer(1, inputs, numbers, ring, form)
+
+
+NUMBERS = ["num_tiles", "section", "num_heads", "group", "num_work"]
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def hopper_fwd_kernel(
+    Q, K, V, O, OUT, LSE, MAX_LOGITS, SINK, TILES, RUNS, ROW_LO, ROW_HI, COUNTER,
+    scale, softcap, num_tiles, section, num_heads, group, num_work, stride_ot, stride_oh,
+    FORM: gl.constexpr,
+):
+    Q_BUFFERS: gl.constexpr = FORM.Q_BUFFERS
+    STAGES: gl.constexpr = FORM.STAGES
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    ring = Ring(
+        q=gl.allocate_shared_memory(Q.dtype, [2 * Q_BUFFERS, HALF, 1, FORM.D], Q.layout),
+        k=gl.allocate_shared_memory(K.dtype, [STAGES, FORM.BN, 1, FORM.D], K.layout),
+        v=gl.allocate_shared_memory(V.dtype, [STAGES, FORM.BN, 1, FORM.DV], V.layout),
+        fields=gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], plain),
+        q_full=gl.allocate_shared_memory(gl.int64, [Q_BUFFERS, 1], barrier),
+        q_empty=gl.allocate_shared_memory(gl.int64, [Q_BUFFERS, 1], barrier),
+        k_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        v_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        fields_full=gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
+        fields_empty=gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
+    )
+    for i in gl.static_range(Q_BUFFERS):
+        mbarrier.init(ring.q_full.index(i), 1)
+        mbarrier.init(ring.q_empty.index(i), 2)
+    for i in gl.static_range(2):
+        mbarrier.init(ring.fields_full.index(i), 1)
+        mbarrier.init(ring.fields_empty.index(i), 2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ring.k_full.index(i), 1)
+        mbarrier.init(ring.v_full.index(i), 1)
+    fence_async_shared()
+    inputs = Inputs(Q, K, V, O, OUT, LSE, MAX_LOGITS, SINK, TILES, RUNS, ROW_LO, ROW_HI, COUNTER)
+    numbers = Numbers(
+        scale, softcap, num_tiles, section, num_heads, group, num_work, stride_ot, stride_oh)
+    gl.warp_specialize([
+        (first_consumer, (inputs, numbers, ring, FORM)),
+        (second_consumer, (inputs, numbers, ring, FORM)),
+        (producer, (inputs, numbers, ring, FORM)),
+    ], [4, 1], [240, 24])
+
+
+# fmt: on

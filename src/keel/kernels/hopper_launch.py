@@ -1,0 +1,210 @@
+"""The Hopper forward from the host: what it can do, how it is compiled, which tiles it gets."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from keel.kernels import flash_fwd
+from keel.kernels.flash_common import compute_capability, num_sms, section_heads
+from keel.kernels.launch import INTERPRETED, Prepared, launch
+from keel.masks import AttnMask
+from keel.meta import Scoring
+from keel.tile_records import ROWS, TileRecords, records_of
+
+if TYPE_CHECKING:
+    from keel.kernels.hopper_fwd import Form
+
+GLUON = "triton.experimental.gluon.language.nvidia.hopper"
+
+
+def hopper_problem(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring
+) -> str | None:
+    """Why the Hopper forward cannot take these tensors; None if it can."""
+    if q.device.type != "cuda" or compute_capability(q.device) != (9, 0):
+        return f"{q.device} is not a Hopper GPU (compute capability 9.0)"
+    if not _has_gluon() or INTERPRETED:
+        return "Triton 3.6 or newer with Gluon is needed, outside of its interpreter"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"{q.dtype} is not supported (bf16 and fp16 are)"
+    if scoring.bias is not None or scoring.alibi_slopes is not None:
+        return "bias and ALiBi are not supported"
+    if max(q.shape[2], v.shape[2]) > 256:
+        return f"head dims are {q.shape[2]} and {v.shape[2]}, at most 256 are supported"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.stride(2) != 1 or x.shape[2] % 8 or any(n % 8 for n in x.stride()[:2]):
+            return (
+                f"{name} of shape {tuple(x.shape)} has strides {x.stride()}: the last must be 1, "
+                "head dim and the others multiples of 8 numbers (16 bytes)"
+            )
+    return None
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    try:
+        return (
+            importlib.util.find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
+        )
+    except ImportError:
+        return False
+
+
+def choose_form(d: int, dv: int, *, out_matches: bool, **options: bool) -> Form:
+    """Blocks that fit into shared memory and registers; measured on an H200.
+
+    out_matches: out has the dtype of q, and layout enough to be written by TMA.
+    """
+    from keel.kernels.hopper_fwd import Form
+
+    block_d, block_dv = block_of(d), block_of(dv)
+    small = block_d + block_dv <= 256
+    bn = 128 if small and not options.get("has_softcap") else 64
+    buffers = 2 if small else 1
+    staged = buffers == 2 and block_d == block_dv and out_matches and not options.get("accumulate")
+    columns = dv if dv < block_dv else 0
+    return Form(block_d, block_dv, bn, 2, buffers, staged, columns, **options)
+
+
+def block_of(dim: int) -> int:
+    """Columns of a block in shared memory; those beyond a head are read as zeros."""
+    return max(64, triton.next_power_of_2(dim))
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: AttnMask,
+    scoring: Scoring,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    max_logits: torch.Tensor | None = None,
+    accumulate: bool = False,
+    sm_margin: int = 0,
+    form: Form | None = None,
+) -> None:
+    """As flash_fwd.forward, for what `hopper_problem` lets through."""
+    if k.shape[0] == 0:  # nothing that a descriptor could describe
+        flash_fwd.forward(
+            *(q, k, v, mask, scoring),
+            out=out,
+            lse=lse,
+            max_logits=max_logits,
+            accumulate=accumulate,
+        )
+        return
+    from keel.kernels.hopper_fwd import hopper_fwd_kernel
+
+    q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))
+    launch(
+        hopper_fwd_kernel,
+        (mask, scoring.scale, scoring.softcap, accumulate, sm_margin, form),
+        {
+            **{"Q": q, "K": k, "V": v, "O": out, "OUT": out, "LSE": lse},
+            **{"MAX_LOGITS": max_logits, "SINK": scoring.sink, "COUNTER": _counter(q.device)},
+        },
+        lambda: _prepare(q, k, v, mask, scoring, out, max_logits, accumulate, sm_margin, form),
+    )
+
+
+def _prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: AttnMask,
+    scoring: Scoring,
+    out: torch.Tensor,
+    max_logits: torch.Tensor | None,
+    accumulate: bool,
+    sm_margin: int,
+    form: Form | None,
+) -> Prepared | None:
+    hq, d = q.shape[1:]
+    tk, hk, dv = v.shape
+    if form is None:
+        form = choose_form(
+            d,
+            dv,
+            out_matches=out.dtype == q.dtype and out.data_ptr() % 16 == 0 and dv % 8 == 0,
+            has_sink=scoring.sink is not None,
+            has_softcap=scoring.softcap > 0,
+            want_max=max_logits is not None,
+            accumulate=accumulate,
+        )
+    records = records_of(mask, form.bn)
+    num_work = len(records.tiles) * hq
+    if num_work == 0:
+        return None
+    section = section_heads(hq, hk, tk * (d + dv) * k.element_size(), records.work, q.device)
+    rows = ROWS // 2
+    boxes = {"Q": (rows, form.d), "K": (form.bn, form.d), "V": (form.bn, form.dv)}
+    if form.staged:
+        boxes["O"] = (rows, form.dv)
+    return Prepared(
+        (min(num_sms(q.device) - sm_margin, num_work),),
+        {
+            **_on_device(records, q.device),
+            **{"scale": scoring.scale, "softcap": scoring.softcap},
+            **{"num_tiles": len(records.tiles), "section": section, "num_heads": hq},
+            **{"group": hq // hk, "num_work": num_work, "FORM": form},
+            **{"stride_ot": out.stride(0), "stride_oh": out.stride(1)},
+        },
+        num_warps=4,
+        streamed={name: functools.partial(_descriptor, box=box) for name, box in boxes.items()},
+        left_out=() if form.staged else ("O",),
+    )
+
+
+def _descriptor(x: torch.Tensor, box: tuple[int, int]) -> Any:
+    """Rows of one head of (tokens, heads, dim), as a TMA descriptor."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    block = [box[0], 1, box[1]]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _layout(x.dtype, *block))
+
+
+@functools.cache
+def _layout(dtype: torch.dtype, *block: int) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for(list(block), element)
+
+
+@functools.lru_cache(maxsize=128)
+def _on_device(records: TileRecords, device: torch.device) -> dict[str, torch.Tensor]:
+    """The records as kernel arguments, copied once."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "this mask was never used on this device, and its tile plan cannot be copied "
+            "there during CUDA graph capture: call the attention once before capturing"
+        )
+    arrays = {"TILES": records.tiles, "RUNS": records.runs}
+    arrays |= {"ROW_LO": records.row_lo, "ROW_HI": records.row_hi}
+    return {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}
+
+
+_counters: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def _counter(device: torch.device) -> torch.Tensor:
+    """Where blocks of threads draw their work; zero before and after each launch.
+
+    Launches on one stream follow each other, so they share a counter. A graph may be replayed
+    beside anything, so it gets one of its own.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = (index, torch.cuda.current_stream(device).cuda_stream)
+    if key not in _counters:
+        with torch.inference_mode(False):
+            _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _counters[key]
