@@ -79,6 +79,7 @@ class Bench:
     directions: Sequence[str]
     timings: Sequence[str]
     rounds: int
+    sample_ms: float
     budget: TimeBudget
     gemm: float
     copy: float
@@ -114,12 +115,16 @@ class Bench:
                     errors[name, direction] = error
                     prepare = functools.partial(prepare_call, direction, attend, qkv, dout)
                     if "eager" in self.timings:
-                        trials[name, direction, "eager"] = Trial(prepare())
+                        trials[name, direction, "eager"] = Trial(
+                            prepare(), budget_ms=self.sample_ms
+                        )
                     if "graph" in self.timings:
                         with self.leaving_out(
                             f"{case}: graph of {name} {direction}", is_ours(name)
                         ):
-                            trials[name, direction, "graph"] = graph_trial(prepare, got)
+                            trials[name, direction, "graph"] = graph_trial(
+                                prepare, got, self.sample_ms
+                            )
         take_turns(trials, self.rounds, self.budget)
         return [self.row(case, *key, trial, errors[key[:2]]) for key, trial in trials.items()]
 
@@ -173,7 +178,9 @@ def prepare_call(
     return functools.partial(torch.autograd.grad, attend(*leaves), leaves, dout, retain_graph=True)
 
 
-def graph_trial(prepare: Callable[[], Call], expected: list[torch.Tensor]) -> Trial:
+def graph_trial(
+    prepare: Callable[[], Call], expected: list[torch.Tensor], sample_ms: float
+) -> Trial:
     """A CUDA graph of the call; its replay has to give what the checked call gave."""
     replay, inside, result = capture(prepare)
     results = _listed(result)
@@ -182,7 +189,7 @@ def graph_trial(prepare: Callable[[], Call], expected: list[torch.Tensor]) -> Tr
     replay()
     if not (error := worst_error(results, expected)) < TOLERANCE:
         raise ArithmeticError(f"wrong result, relative error {error:.2g}")
-    return Trial(replay, inside)
+    return Trial(replay, inside, sample_ms)
 
 
 def _listed(result: object) -> list[torch.Tensor]:
@@ -281,6 +288,7 @@ def run(args: argparse.Namespace) -> bool:
         args.direction or DIRECTIONS,
         args.timing or TIMINGS,
         args.rounds,
+        args.sample_ms,
         budget,
         gemm_rate(),
         copy_rate(),
@@ -323,6 +331,7 @@ def parser() -> argparse.ArgumentParser:
     many("--providers", help=f"of {', '.join(PROVIDERS)}; keel:BACKEND; default: {DEFAULT}")
     made.add_argument("--peers", type=Path, help="folder with fa3_peer.py and fa3.so")
     made.add_argument("--rounds", type=int, default=5)
+    made.add_argument("--sample-ms", type=float, default=20.0, help="length of one measurement")
     made.add_argument("--budget-s", type=float, help="ends by itself within about this time")
     made.add_argument("--out", type=Path, default=RESULTS)
     made.add_argument("--no-plots", action="store_true")

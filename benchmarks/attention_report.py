@@ -109,9 +109,10 @@ def migrate(path: Path) -> None:
 
 
 def latest(rows: Iterable[Row]) -> dict[tuple[str, int, str], dict[str, Row]]:
-    """(mask, tokens, direction) -> provider -> row, of the last run that timed Keel there.
+    """(mask, tokens, direction) -> provider -> row, of the last run that timed Keel beside a peer.
 
-    For rows of one shape. Rows of different runs are never put side by side.
+    Where there is none, of the last that timed Keel. For rows of one shape. Rows of different runs
+    are never put side by side.
     """
     runs: dict[tuple[str, int, str], dict[str, dict[str, Row]]] = {}
     for row in rows:
@@ -121,7 +122,7 @@ def latest(rows: Iterable[Row]) -> dict[tuple[str, int, str], dict[str, Row]]:
     for key, by_run in runs.items():
         with_ours = [run for run in by_run if any(is_ours(p) for p in by_run[run])]
         if with_ours:
-            found[key] = by_run[max(with_ours)]
+            found[key] = by_run[max(with_ours, key=lambda n: (best_peer(by_run[n]) is not None, n))]
     return found
 
 
@@ -152,7 +153,7 @@ def describe(providers: dict[str, Row]) -> str:
         if row is mine and row.roof_tflops:
             line += f" ({row.tflops / row.roof_tflops:4.0%} of roof)"
         elif mine is not None and not is_ours(name):
-            line += f" {row.ms / mine.ms:.3f}x"
+            line += f", {mine.provider} {row.ms / mine.ms:.3f}x"
     return line + f" | {first.ms * 1e3:.0f} us"
 
 

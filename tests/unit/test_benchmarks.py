@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import sys
 import types
 from pathlib import Path
@@ -226,6 +227,12 @@ def test_rounds_end_with_the_budget_but_never_without_a_sample() -> None:
     assert [len(t.samples) for t in trials.values()] == [3, 3]
 
 
+@pytest.mark.parametrize("module", [report, max_logits])
+def test_examples(module: types.ModuleType) -> None:
+    results = doctest.testmod(module)
+    assert results.attempted and not results.failed
+
+
 def test_spread_of_a_trial() -> None:
     trial = Trial(lambda: None, samples=[1.0, 2.0, 3.0, 4.0, 5.0])
     assert (trial.ms, trial.spread) == (3.0, pytest.approx(2 / 3))
@@ -275,12 +282,15 @@ def test_ratios_stay_inside_one_run() -> None:
         _row("fa3", 1.25, run="b"),
         _row("cudnn", 1.5, run="b"),
         _row("fa3", 0.1, run="c"),  # without Keel: nothing to compare
+        _row("keel", 0.1, run="d"),  # nor without a peer
     ]
     (providers,) = report.latest(rows).values()
     assert report.ours(providers) is rows[2]
     assert report.best_peer(providers) is rows[4]
     assert report.ratio(providers) == 1.25
     assert report.ratio({"keel": rows[0]}) is None
+    (alone,) = report.latest(rows[-1:]).values()
+    assert alone == {"keel": rows[-1]}
 
 
 def test_table() -> None:
