@@ -328,7 +328,9 @@ def parser() -> argparse.ArgumentParser:
     many("--heads", type=heads, help="query:key heads; default: 64:8")
     many("--direction", choices=DIRECTIONS, help="default: both")
     many("--timing", choices=TIMINGS, help="default: both")
-    many("--providers", help=f"of {', '.join(PROVIDERS)}; keel:BACKEND; default: {DEFAULT}")
+    many(
+        "--providers", help=f"of {', '.join(PROVIDERS)}; keel:BACKEND; default: {' '.join(DEFAULT)}"
+    )
     made.add_argument("--peers", type=Path, help="folder with fa3_peer.py and fa3.so")
     made.add_argument("--rounds", type=int, default=5)
     made.add_argument("--sample-ms", type=float, default=20.0, help="length of one measurement")
