@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from attention import RESULTS, WINDOW, document_bounds
+from attention_masks import WINDOW, document_bounds
 from timing import write_csv
 
 import keel
@@ -31,6 +31,7 @@ from keel.distributed.layout import Layout, contiguous, zigzag
 from keel.distributed.work import rows_received, tile_work, work_of_ranks
 from keel.masks import AttnMask
 
+RESULTS = Path(__file__).parent / "results"
 PER_RANK = 16384
 UNIT = 128
 PEER_ROWS = {

@@ -1,29 +1,36 @@
-"""What the benchmarks share: timing on the GPU, and results as CSV."""
+"""What the benchmarks share: timing on the GPU, a limit on their own time, and results as CSV."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+Call = Callable[[], object]
 
-def time_calls(call: Callable[[], object], budget_ms: float = 20) -> float:
+
+def time_calls(call: Call, budget_ms: float = 20) -> float:
     """Milliseconds per call, over as many calls as fill the budget, after a third of it unmeasured.
 
     The lead-in matters: power and clocks must be those of this call, not of the one before it.
     """
+    call()
+    count = max(3, int(budget_ms / max(time_batch(call, 1, lead=0), 1e-3)))
+    return time_batch(call, count, lead=count // 3)
+
+
+def time_batch(call: Call, count: int, *, lead: int) -> float:
+    """Milliseconds per call over `count` calls, behind `lead` unmeasured ones."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    call()
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    count = max(3, int(budget_ms / max(start.elapsed_time(end), 1e-3)))
-    for _ in range(count // 3):
+    for _ in range(lead):
         call()
     start.record()
     for _ in range(count):
@@ -33,13 +40,144 @@ def time_calls(call: Callable[[], object], budget_ms: float = 20) -> float:
     return start.elapsed_time(end) / count
 
 
+@dataclass
+class Trial:
+    """One thing to time, in turns with others: `sample` adds one measurement.
+
+    A call may stand for several (`calls_inside`: those of a CUDA graph).
+    """
+
+    call: Call
+    calls_inside: int = 1
+    budget_ms: float = 20.0
+    """Length of a sample, behind a third of it unmeasured."""
+    samples: list[float] = field(default_factory=list)
+    count: int = 0
+
+    def sample(self) -> float:
+        if not self.count:
+            self.call()
+            once = time_batch(self.call, 1, lead=1)
+            self.count = max(1, int(self.budget_ms / max(once, 1e-3)))
+        ms = time_batch(self.call, self.count, lead=max(1, self.count // 3)) / self.calls_inside
+        self.samples.append(ms)
+        return ms
+
+    @property
+    def ms(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """Distance of the quartiles / median; 0 with less than three samples."""
+        if len(self.samples) < 3:
+            return 0.0
+        low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
+        return (high - low) / self.ms
+
+
+def capture(prepare: Callable[[], Call], *, least_ms: float = 2.0) -> tuple[Call, int, Any]:
+    """(replay, calls inside, result of the last call) of a CUDA graph: kernel time, no host.
+
+    So many calls go into one graph that a replay takes `least_ms`, 40 at most. `prepare` makes the
+    call on the stream of the capture, since a backward runs on the stream of its forward.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call = prepare()
+        call()
+        once = max(time_batch(call, 1, lead=1), 1e-3)
+    count = min(40, max(1, round(least_ms / once)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        for _ in range(count):
+            result = call()
+    return graph.replay, count, result
+
+
+def poison_free_memory(num_bytes: int) -> None:
+    """Leaves so many bytes of NaNs as the only cached memory: an output nobody wrote shows.
+
+    Those of bf16 are NaNs in fp16, fp32 and fp64 too, and this reaches what C++ allocates.
+    """
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.full((num_bytes // 2,), float("nan"), device="cuda", dtype=torch.bfloat16)
+
+
+def gemm_rate() -> float:
+    """TFLOP/s of an 8192^3 bf16 product of random matrices, once the chip is warm."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    time_calls(lambda: a @ b, 400)  # power and clocks settle: a cool chip is up to 15 % faster
+    return 2 * 8192**3 / statistics.median(time_calls(lambda: a @ b, 40) for _ in range(5)) / 1e9
+
+
+def copy_rate() -> float:
+    """TB/s of a large device copy, read and write counted."""
+    a = torch.randn(1 << 28, device="cuda", dtype=torch.bfloat16)
+    b = torch.empty_like(a)
+    times = [time_calls(lambda: b.copy_(a), 20) for _ in range(3)]
+    return 2 * a.numel() * a.element_size() / statistics.median(times) / 1e9
+
+
+class TimeBudget:
+    """Says when to stop, so that a run ends by itself and not by being killed."""
+
+    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self._clock = seconds, clock
+        self._start = clock()
+        self._pieces: deque[float] = deque(maxlen=8)
+
+    @property
+    def spent(self) -> float:
+        return self._clock() - self._start
+
+    @contextlib.contextmanager
+    def piece(self) -> Iterator[None]:
+        """Around each piece of work."""
+        start = self._clock()
+        yield
+        self._pieces.append(self._clock() - start)
+
+    def has_room(self) -> bool:
+        """Whether another piece fits that is as long as the longest of the last eight."""
+        return self.seconds is None or self.spent + max(self._pieces, default=0) <= self.seconds
+
+    def is_over(self) -> bool:
+        return self.seconds is not None and self.spent > self.seconds
+
+
 def write_csv(rows: Sequence[Any], path: Path) -> None:
     """One line per dataclass, numbers to four digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, list(asdict(rows[0])), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(
-            {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in asdict(r).items()}
-            for r in rows
+        writer.writerows(map(_line, rows))
+
+
+def append_csv(rows: Sequence[Any], path: Path) -> None:
+    """The same at the end of a file, which is made if it is not there.
+
+    A run that is stopped keeps what it had. A file with other columns is left alone and refused.
+    """
+    if not rows:
+        return
+    columns = list(asdict(rows[0]))
+    if not path.exists() or path.stat().st_size == 0:
+        write_csv(rows, path)
+        return
+    with open(path, newline="") as file:
+        found = next(csv.reader(file))
+    if found != columns:
+        raise ValueError(
+            f"{path} has the columns {', '.join(found)}; rows have {', '.join(columns)}: "
+            "write to another folder with --out"
         )
+    with open(path, "a", newline="") as file:
+        csv.DictWriter(file, columns, lineterminator="\n").writerows(map(_line, rows))
+
+
+def _line(row: Any) -> dict[str, Any]:
+    return {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in asdict(row).items()}
