@@ -27,11 +27,11 @@ class TileRecords:
 
     tiles: Int32s
     """(tiles, FIELDS), most work first: row0, end of rows, first run, first full run, end of runs,
-    row set of the first run; the last row set hides everything."""
+    and of the first run its row set, first key and blocks."""
     runs: Int32s
-    """(runs, 4): first key, blocks of keys, row set (0 when full), 0."""
+    """(runs + 1, 4): first key, blocks of keys, row set (0 when full), 0; one more at the end."""
     row_lo: Int32s
-    """(row sets, ROWS): row r of a tile sees keys [lo, hi)."""
+    """(row sets, ROWS): row r of a tile sees keys [lo, hi); in the last set, nothing."""
     row_hi: Int32s
     work: TileWork
 
@@ -43,19 +43,20 @@ def records_of(mask: AttnMask, block_n: int) -> TileRecords:
     lists = plan.q
     lo, hi = (np.append(x.numpy(), np.zeros((1, ROWS), np.int32), axis=0) for x in plan.row_sets)
     hidden = plan.num_row_sets
-    runs = np.zeros((len(lists.runs) + 1, 4), np.int32)
-    runs[:-1, 0] = lists.runs[:, 0] * block_n
-    runs[:-1, 1] = lists.runs[:, 1] - lists.runs[:, 0]
-    runs[:-1, 2] = np.maximum(lists.runs[:, 2], 0)
-    runs[-1] = (0, 1, hidden, 0)
+    runs = np.zeros((len(lists.runs) + 2, 4), np.int32)
+    runs[:-2, 0] = lists.runs[:, 0] * block_n
+    runs[:-2, 1] = lists.runs[:, 1] - lists.runs[:, 0]
+    runs[:-2, 2] = np.maximum(lists.runs[:, 2], 0)
+    nowhere = len(lists.runs)  # the run of tiles that see nothing
+    runs[nowhere] = (0, 1, hidden, 0)
     tile = lists.order
     first, split, last = lists.ptr[tile], lists.split[tile], lists.ptr[tile + 1]
     nothing = first == last
-    first = np.where(nothing, len(runs) - 1, first)
-    split, last = (np.where(nothing, len(runs), x) for x in (split, last))
+    first = np.where(nothing, nowhere, first)
+    split, last = (np.where(nothing, nowhere + 1, x) for x in (split, last))
     tiles = np.zeros((len(tile), FIELDS), np.int32)
     tiles[:, 0] = tile * ROWS
     tiles[:, 1] = np.minimum(tiles[:, 0] + ROWS, mask.tq)
     tiles[:, 2], tiles[:, 3], tiles[:, 4] = first, split, last
-    tiles[:, 5] = runs[first, 2]
+    tiles[:, 5], tiles[:, 6], tiles[:, 7] = runs[first, 2], runs[first, 0], runs[first, 1]
     return TileRecords(tiles, runs, lo, hi, lists.work)

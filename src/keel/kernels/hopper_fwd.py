@@ -119,6 +119,7 @@ class Tile(NamedTuple):
     first: Any
     split: Any
     last: Any
+    key: Any
 
 
 @gluon.jit
@@ -178,6 +179,27 @@ def field(ring, slot, number: gl.constexpr):
 
 
 @gluon.jit
+def draw(COUNTER):
+    """Lane 0 draws a number, which may take its time to come: `told` waits for it."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        mov.u32 $0, 0;
+        @first atom.global.gpu.relaxed.add.u32 $0, [$1], 1;
+        }""", "=r,l,~{memory}", [COUNTER.to(gl.int64, bitcast=True)],
+        dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def told(number):
+    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r",
+                                     [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def producer(inputs, numbers, ring, form: gl.constexpr):
     count = 0
     turn = 0
@@ -185,7 +207,7 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
     work = gl.program_id(0)
     rows_at_once: gl.constexpr = 2 * HALF
     while work < numbers.num_work:
-        drawn = gl.atomic_add(inputs.COUNTER, 1, sem="relaxed")
+        drawn = draw(inputs.COUNTER)
         # heads in sections that share the L2; inside a section, longest tiles first
         in_section = work % (numbers.num_tiles * numbers.section)
         head = (work // (numbers.num_tiles * numbers.section)) * numbers.section
@@ -197,6 +219,8 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         split = gl.load(record + 3)
         last = gl.load(record + 4)
         row_set = gl.load(record + 5)
+        key = gl.load(record + 6)
+        steps = gl.load(record + 7)
         slot = turn & 1
         mbarrier.wait(ring.fields_empty.index(slot), ((turn >> 1) & 1) ^ 1)
         publish(ring, slot, 0, row0)
@@ -206,6 +230,7 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         publish(ring, slot, 4, split)
         publish(ring, slot, 5, last)
         publish(ring, slot, 6, row_set)
+        publish(ring, slot, 7, key)
         mbarrier.arrive(ring.fields_full.index(slot), count=1)
         buffer = turn % form.Q_BUFFERS
         mbarrier.wait(ring.q_empty.index(buffer), ((turn // form.Q_BUFFERS) & 1) ^ 1)
@@ -215,8 +240,8 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
                      ring.q.index(2 * buffer + half))
         kv_head = head // numbers.group
         for run in range(first, last):
-            key = gl.load(inputs.RUNS + run * 4)
-            steps = gl.load(inputs.RUNS + run * 4 + 1)
+            next_key = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
+            next_steps = gl.load(inputs.RUNS + run * 4 + 5)
             for _ in range(steps):
                 stage = count % form.STAGES
                 if count >= form.STAGES:
@@ -229,6 +254,9 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
                 tma_load(inputs.v, [key, kv_head, 0], ring.v_full.index(stage), ring.v.index(stage))
                 key += form.BN
                 count += 1
+            key = next_key
+            steps = next_steps
+        drawn = told(drawn)
         if drawn == numbers.num_work - 1:  # the last draw of all: ready for the next launch
             gl.store(inputs.COUNTER, 0)
         work = drawn + grid
@@ -237,9 +265,9 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
     mbarrier.wait(ring.fields_empty.index(slot), ((turn >> 1) & 1) ^ 1)
     publish(ring, slot, 0, -1)
     mbarrier.arrive(ring.fields_full.index(slot), count=1)
-    for ago in range(gl.minimum(count, form.STAGES)):  # marks that nobody waited for
-        wait_for(K_FREE + (count + ago) % form.STAGES)
-        wait_for(V_FREE + (count + ago) % form.STAGES)
+    for block in range(gl.maximum(count - form.STAGES, 0), count):  # marks nobody waited for
+        wait_for(K_FREE + block % form.STAGES)
+        wait_for(V_FREE + block % form.STAGES)
 
 
 @gluon.jit
@@ -254,11 +282,12 @@ def next_tile(inputs, ring, turn, mine):
     split = field(ring, slot, 4)
     last = field(ring, slot, 5)
     row_set = field(ring, slot, 6)
+    key = field(ring, slot, 7)
     mbarrier.arrive(ring.fields_empty.index(slot), count=1)
     if row0 < 0:  # what follows is left over from an earlier tile
         row_set = 0
     lo, hi = bounds(inputs, row_set, mine)
-    return Tile(row0, row_end, head, first, split, last), lo, hi
+    return Tile(row0, row_end, head, first, split, last, key), lo, hi
 
 
 @gluon.jit
@@ -347,12 +376,12 @@ def step(q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, sca
 
 
 @gluon.jit
-def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, tile, buffer, acc, total,
-             top2, raw_top, seen, mine, o_l: gl.constexpr):
+def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0, row_end, head,
+             buffer, acc, total, top2, raw_top, seen, mine, o_l: gl.constexpr):
     """Sink, lse, out and max logits of a finished tile."""
     row_l: gl.constexpr = gl.SliceLayout(1, o_l)
-    rows = tile.row0 + mine
-    there = rows < tile.row_end
+    rows = row0 + mine
+    there = rows < row_end
     if form.WANT_MAX:
         row_top = top2 * LN2
         if form.HAS_SOFTCAP:
@@ -361,7 +390,7 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, tile,
         row_top = gl.where(total == total, row_top, float("nan"))
         row_top = gl.where(there, row_top, float("-inf"))
     if form.HAS_SINK:
-        sink2 = gl.load(inputs.SINK + tile.head).to(gl.float32) * LOG2E
+        sink2 = gl.load(inputs.SINK + head).to(gl.float32) * LOG2E
         new_top2 = gl.maximum(top2, sink2)
         shift = gl.where(new_top2 == float("-inf"), 0.0, new_top2)
         decay = gl.exp2(top2 - shift)
@@ -372,12 +401,12 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, tile,
     denominator = gl.where(empty, 1.0, total)
     lse = gl.where(empty, float("-inf"), (top2 + gl.log2(denominator)) * LN2)
     out = acc * gl.convert_layout(1.0 / denominator, row_l)[:, None]
-    lse_place = inputs.LSE + rows.to(gl.int64) * numbers.num_heads + tile.head
-    out_rows = tile.row0 + cid * HALF + gl.arange(0, HALF, row_l)
+    lse_place = inputs.LSE + rows.to(gl.int64) * numbers.num_heads + head
+    out_rows = row0 + cid * HALF + gl.arange(0, HALF, row_l)
     dim = gl.arange(0, form.DV, gl.SliceLayout(0, o_l))
     place = inputs.OUT + (out_rows.to(gl.int64) * numbers.stride_ot)[:, None]
-    place += tile.head.to(gl.int64) * numbers.stride_oh + dim[None, :]
-    inside = (out_rows < tile.row_end)[:, None]
+    place += head.to(gl.int64) * numbers.stride_oh + dim[None, :]
+    inside = (out_rows < row_end)[:, None]
     if form.COLUMNS > 0:
         inside = inside & (dim < form.COLUMNS)[None, :]
     if form.ACCUMULATE:
@@ -398,15 +427,15 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, tile,
     if not form.STAGED:
         gl.store(place, out, mask=inside)
     else:
-        if tile.row_end - tile.row0 == 2 * HALF:  # its queries are not needed any more
+        if row_end - row0 == 2 * HALF:  # its queries are not needed any more
             staged = ring.q.index(2 * buffer + cid)
             staged.reshape([HALF, form.D]).store(out)
             fence_async_shared()
-            tma_store(inputs.o, [tile.row0 + cid * HALF, tile.head, 0], staged)
+            tma_store(inputs.o, [row0 + cid * HALF, head, 0], staged)
         else:
             gl.store(place, out, mask=inside)
     if form.WANT_MAX:  # last, when nothing waits for it any more
-        raise_max(inputs.MAX_LOGITS + tile.head, seen, row_top)
+        raise_max(inputs.MAX_LOGITS + head, seen, row_top)
 
 
 @gluon.jit
@@ -433,13 +462,16 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     count = 0
     turn = 0
     tile, lo, hi = next_tile(inputs, ring, turn, mine)
-    before = tile
+    # not those of `tile`: a loop carries a name on only if its first value is another one
+    old_row0 = 0
+    old_end = 0
+    old_head = 0
     while tile.row0 >= 0:
         buffer = turn % form.Q_BUFFERS
         if form.Q_BUFFERS == 1:
             if turn > 0:
-                put_away(cid, inputs, numbers, ring, form, before, 0, acc, total, top2, raw_top,
-                         seen, mine, o_l)
+                put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, 0, acc,
+                         total, top2, raw_top, seen, mine, o_l)
         mbarrier.wait(ring.q_full.index(buffer), (turn // form.Q_BUFFERS) & 1)
         stage = count % form.STAGES
         mbarrier.wait(ring.k_full.index(stage), (count // form.STAGES) & 1)
@@ -448,13 +480,13 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
                           use_acc=False, is_async=True)
         if form.Q_BUFFERS == 2:
             if turn > 0:
-                put_away(cid, inputs, numbers, ring, form, before, buffer ^ 1, acc, total, top2,
-                         raw_top, seen, mine, o_l)
+                put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, buffer ^ 1,
+                         acc, total, top2, raw_top, seen, mine, o_l)
         if form.WANT_MAX:
             seen = gl.load(inputs.MAX_LOGITS + tile.head)
         s = warpgroup_mma_wait(0, [s])
         mark(K_FREE + stage)
-        key = gl.load(inputs.RUNS + tile.first * 4)
+        key = tile.key
         raw_top = gl.full([HALF], float("-inf"), gl.float32, srow_l)
         if tile.first < tile.split:
             s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, True)
@@ -500,15 +532,17 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         stage = count % form.STAGES
         mbarrier.wait(ring.v_full.index(stage), (count // form.STAGES) & 1)
         acc = warpgroup_mma(probs, ring.v.index(stage).reshape([BN, form.DV]), acc, is_async=True)
-        before = tile
+        old_row0 = tile.row0
+        old_end = tile.row_end
+        old_head = tile.head
         turn += 1
         tile, lo, hi = next_tile(inputs, ring, turn, mine)
         total = gl.convert_layout(gl.sum(sums, 1), srow_l)
         acc = warpgroup_mma_wait(0, [acc])
         mark(V_FREE + stage)
         count += 1
-    put_away(cid, inputs, numbers, ring, form, before, (turn + 1) % form.Q_BUFFERS, acc, total,
-             top2, raw_top, seen, mine, o_l)
+    put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head,
+             (turn + 1) % form.Q_BUFFERS, acc, total, top2, raw_top, seen, mine, o_l)
     tma.store_wait(0)
 
 
@@ -564,7 +598,7 @@ def hopper_fwd_kernel(
         (first_consumer, (inputs, numbers, ring, FORM)),
         (second_consumer, (inputs, numbers, ring, FORM)),
         (producer, (inputs, numbers, ring, FORM)),
-    ], [4, 1], [240, 24])
+    ], [4, 1], [240, 32])
 
 
 # fmt: on

@@ -1,0 +1,180 @@
+"""The Hopper forward against the fp64 oracle: masks, head dims, layouts, streams, graphs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tests.gpu.test_attention import random_mask
+
+from keel import flex_flash_attn_func, masks
+from keel.masks import AttnMask, AttnSlice
+from keel.masks.inputs import tensors_of_mask
+from keel.meta import Scoring
+from keel.ops import accumulate_, choose_attention_backend
+from keel.testing import Case, assert_right, run_case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU",
+    ),
+]
+
+VARIANTS = [  # (d, dv), dtype, sink, softcap: each is compiled once, then sees many masks
+    ((128, None), torch.bfloat16, False, 0.0),
+    ((128, None), torch.float16, True, 0.0),
+    ((64, None), torch.bfloat16, True, 0.0),
+    ((64, None), torch.float16, False, 5.0),
+    ((96, None), torch.bfloat16, False, 0.0),
+    ((40, None), torch.float16, False, 0.0),
+    ((192, 128), torch.bfloat16, False, 0.0),
+    ((256, None), torch.bfloat16, True, 0.0),
+    ((128, 64), torch.bfloat16, False, 0.0),
+    ((128, None), torch.bfloat16, True, 5.0),
+]
+
+
+@pytest.mark.parametrize("variant", range(len(VARIANTS)))
+def test_random_masks(variant):
+    """10 x 32 masks, forward and every gradient."""
+    (d, dv), dtype, sink, softcap = VARIANTS[variant]
+    for seed in range(32):
+        rng = random.Random(1000 * variant + seed)
+        hk = rng.choice([1, 2, 3])
+        case = Case(
+            mask=random_mask(rng, rng.choice([64, 300, 700])),
+            hq=hk * rng.randrange(1, 9),
+            hk=hk,
+            d=d,
+            dv=dv,
+            dtype=dtype,
+            device="cuda",
+            seed=seed,
+            sink=sink,
+            softcap=softcap,
+            scale=rng.choice([None, None, 0.3, -0.2, 0.0]),
+            with_dlse=rng.random() < 0.3,
+        )
+        assert_right(case, backend="hopper", sm_margin=rng.choice([0, 0, 8, 131]))
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "tiny"])
+def test_many_tiles(mask):
+    """Each block of threads works through many tiles, of one and of many blocks of keys."""
+    tokens = 2048 + 77
+    lengths = [1, 3, 600, 5, 128, 256, 700, 17, 100, 315]
+    made = {
+        "full": masks.full(tokens),
+        "causal": masks.causal(tokens),
+        "window": masks.sliding_window(tokens, left=300, right=5, sink_tokens=9),
+        "documents": masks.documents([sum(lengths[:n]) for n in range(11)], causal=True),
+        "tiny": masks.documents(range(0, tokens, 12), causal=True),
+    }[mask]
+    case = Case(mask=made, hq=24, hk=3, d=128, dtype=torch.bfloat16, device="cuda")
+    assert_right(case, backend="hopper")
+    first, second = (run_case(case, backend="hopper", sm_margin=n) for n in (0, 100))
+    assert all(torch.equal(first[n], second[n]) for n in ("out", "lse", "max_logits"))
+
+
+def test_layouts():
+    """Heads first, a slice of fused projections, and pointers that TMA cannot take as they are."""
+    tokens, heads, dim = 500, 4, 128
+    mask = masks.documents([0, 77, 500], causal=True)
+    plain = torch.randn(3, tokens, heads, dim, device="cuda", dtype=torch.bfloat16)
+    expected, _ = flex_flash_attn_func(*plain.unbind(), mask, backend="hopper")
+    fused = plain.permute(1, 2, 0, 3).reshape(tokens, heads, 3, dim)
+    heads_first = plain.transpose(1, 2).contiguous().transpose(1, 2)
+    shifted = torch.empty(3 * tokens * heads * dim + 1, device="cuda", dtype=torch.bfloat16)[1:]
+    shifted = shifted.view(3, tokens, heads, dim).copy_(plain)
+    for given in (fused.unbind(2), heads_first.unbind(), shifted.unbind()):
+        got, _ = flex_flash_attn_func(*given, mask, backend="hopper")
+        assert torch.equal(got, expected)
+
+
+def test_accumulates_in_place():
+    """Three parts of the keys, one after the other, are the whole."""
+    tokens, heads = 700, 6
+    q, k, v = torch.randn(3, tokens, heads, 128, device="cuda", dtype=torch.bfloat16).unbind()
+    scoring = Scoring(scale=0.1)
+    out = torch.zeros(tokens, heads, 128, device="cuda")
+    lse = torch.full((tokens, heads), -float("inf"), device="cuda")
+    top = torch.full((heads,), -float("inf"), device="cuda")
+    for begin, end in ((0, 5), (5, 400), (400, 700)):
+        mask = tensors_of_mask(masks.full(tokens, end - begin))
+        accumulate_(
+            *(out, lse, top, q, k[begin:end], v[begin:end], mask, scoring),
+            sm_margin=0,
+            backend="hopper",
+        )
+    want, meta = flex_flash_attn_func(
+        q, k, v, masks.full(tokens), softmax_scale=0.1, return_max_logits=True, backend="hopper"
+    )
+    torch.testing.assert_close(out, want.float(), atol=4e-3, rtol=1e-2)
+    torch.testing.assert_close(lse, meta.lse, atol=1e-5, rtol=1e-6)
+    assert torch.equal(top, meta.max_logits)
+
+
+def test_two_streams_draw_their_own_work():
+    q, k, v = torch.randn(3, 3000, 16, 128, device="cuda", dtype=torch.bfloat16).unbind()
+    mask = masks.causal(3000)
+    expected, _ = flex_flash_attn_func(q, k, v, mask, backend="hopper", sm_margin=66)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    for n in range(12):
+        with torch.cuda.stream(streams[n % 3]):
+            results.append(flex_flash_attn_func(q, k, v, mask, backend="hopper", sm_margin=66)[0])
+    torch.cuda.synchronize()
+    assert all(torch.equal(got, expected) for got in results)
+
+
+def test_graph_beside_eager_calls():
+    q, k, v = torch.randn(3, 2000, 16, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    mask = masks.documents([0, 900, 2000], causal=True)
+    expected, _ = flex_flash_attn_func(q, k, v, mask, backend="hopper")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = flex_flash_attn_func(q, k, v, mask, backend="hopper", sm_margin=66)
+    side = torch.cuda.Stream()
+    for _ in range(5):
+        out.zero_()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            graph.replay()
+        eager, _ = flex_flash_attn_func(q, k, v, mask, backend="hopper", sm_margin=66)
+        torch.cuda.current_stream().wait_stream(side)
+        assert torch.equal(out, expected) and torch.equal(eager, expected)
+
+
+def test_what_it_cannot_do():
+    q, k, v = torch.randn(3, 100, 2, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    bias = torch.zeros(2, 100, 100, device="cuda")
+    with pytest.raises(ValueError, match="hopper.*bias"):
+        flex_flash_attn_func(q, k, v, masks.causal(100), bias=bias, backend="hopper")
+    with pytest.raises(ValueError, match="hopper.*float32"):
+        flex_flash_attn_func(q.float(), k.float(), v.float(), masks.causal(100), backend="hopper")
+    assert choose_attention_backend("auto", q, k, v, Scoring(scale=1.0)) == "hopper"
+    assert choose_attention_backend("auto", q, k, v, Scoring(scale=1.0, bias=bias)) == "triton"
+    odd = torch.randn(3, 100, 2, 65, device="cuda", dtype=torch.bfloat16)[..., :64].unbind()
+    assert choose_attention_backend("auto", *odd, Scoring(scale=1.0)) == "triton"
+
+
+def test_nothing_to_see():
+    """Rows without keys, keys without tokens."""
+    q = torch.randn(200, 2, 128, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(50, 2, 128, device="cuda", dtype=torch.bfloat16)
+    mask = AttnMask([AttnSlice.of_type((130, 140), (0, 50), 0)], 200, 50)
+    out, meta = flex_flash_attn_func(q, k, k, mask, return_max_logits=True, backend="hopper")
+    seen = torch.zeros(200, dtype=torch.bool)
+    seen[130:140] = True
+    assert (out[~seen] == 0).all() and torch.isinf(meta.lse[~seen]).all()
+    assert (out[seen] != 0).any() and torch.isfinite(meta.lse[seen]).all()
+    none = k[:0]
+    out, meta = flex_flash_attn_func(
+        q, none, none, masks.full(200, 0), return_max_logits=True, backend="hopper"
+    )
+    assert (out == 0).all() and (meta.lse == -float("inf")).all()
+    assert (meta.max_logits == -float("inf")).all()
