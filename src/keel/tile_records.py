@@ -27,9 +27,9 @@ class TileRecords:
 
     tiles: Int32s
     """(tiles, FIELDS), most work first: row0, end of rows, first run, first full run, end of runs,
-    and of the first run its row set, first key and blocks."""
+    and of the first run its row set, first key and end of keys."""
     runs: Int32s
-    """(runs + 1, 4): first key, blocks of keys, row set (0 when full), 0; one more at the end."""
+    """(runs + 1, 4): first key, end of keys, row set (0 when full), 0; one more at the end."""
     row_lo: Int32s
     """(row sets, ROWS): row r of a tile sees keys [lo, hi); in the last set, nothing."""
     row_hi: Int32s
@@ -45,10 +45,10 @@ def records_of(mask: AttnMask, block_n: int) -> TileRecords:
     hidden = plan.num_row_sets
     runs = np.zeros((len(lists.runs) + 2, 4), np.int32)
     runs[:-2, 0] = lists.runs[:, 0] * block_n
-    runs[:-2, 1] = lists.runs[:, 1] - lists.runs[:, 0]
+    runs[:-2, 1] = lists.runs[:, 1] * block_n
     runs[:-2, 2] = np.maximum(lists.runs[:, 2], 0)
     nowhere = len(lists.runs)  # the run of tiles that see nothing
-    runs[nowhere] = (0, 1, hidden, 0)
+    runs[nowhere] = (0, block_n, hidden, 0)
     tile = lists.order
     first, split, last = lists.ptr[tile], lists.split[tile], lists.ptr[tile + 1]
     nothing = first == last

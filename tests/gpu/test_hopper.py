@@ -152,9 +152,9 @@ def test_graph_beside_eager_calls():
 def test_what_it_cannot_do():
     q, k, v = torch.randn(3, 100, 2, 64, device="cuda", dtype=torch.bfloat16).unbind()
     bias = torch.zeros(2, 100, 100, device="cuda")
-    with pytest.raises(ValueError, match="hopper.*bias"):
+    with pytest.raises(ValueError, match=r"hopper.*bias"):
         flex_flash_attn_func(q, k, v, masks.causal(100), bias=bias, backend="hopper")
-    with pytest.raises(ValueError, match="hopper.*float32"):
+    with pytest.raises(ValueError, match=r"hopper.*float32"):
         flex_flash_attn_func(q.float(), k.float(), v.float(), masks.causal(100), backend="hopper")
     assert choose_attention_backend("auto", q, k, v, Scoring(scale=1.0)) == "hopper"
     assert choose_attention_backend("auto", q, k, v, Scoring(scale=1.0, bias=bias)) == "triton"

@@ -220,7 +220,7 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         last = gl.load(record + 4)
         row_set = gl.load(record + 5)
         key = gl.load(record + 6)
-        steps = gl.load(record + 7)
+        end = gl.load(record + 7)
         slot = turn & 1
         mbarrier.wait(ring.fields_empty.index(slot), ((turn >> 1) & 1) ^ 1)
         publish(ring, slot, 0, row0)
@@ -241,8 +241,8 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         kv_head = head // numbers.group
         for run in range(first, last):
             next_key = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
-            next_steps = gl.load(inputs.RUNS + run * 4 + 5)
-            for _ in range(steps):
+            next_end = gl.load(inputs.RUNS + run * 4 + 5)
+            while key < end:
                 stage = count % form.STAGES
                 if count >= form.STAGES:
                     wait_for(K_FREE + stage)
@@ -255,7 +255,7 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
                 key += form.BN
                 count += 1
             key = next_key
-            steps = next_steps
+            end = next_end
         drawn = told(drawn)
         if drawn == numbers.num_work - 1:  # the last draw of all: ready for the next launch
             gl.store(inputs.COUNTER, 0)
@@ -505,11 +505,11 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         done = 1
         for run in range(tile.first, tile.split):
             key = gl.load(inputs.RUNS + run * 4) + done * BN
-            steps = gl.load(inputs.RUNS + run * 4 + 1) - done
+            end = gl.load(inputs.RUNS + run * 4 + 1)
             following = gl.minimum(run + 1, tile.split - 1)
             next_lo, next_hi = bounds(inputs, gl.load(inputs.RUNS + following * 4 + 2), mine)
             done = 0
-            for _ in range(steps):
+            while key < end:
                 acc, sums, top2, raw_top, probs = step(
                     q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, scale2,
                     numbers, form, True, p_l, row_l)
@@ -519,9 +519,9 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
             hi = next_hi
         for run in range(tile.split, tile.last):
             key = gl.load(inputs.RUNS + run * 4) + done * BN
-            steps = gl.load(inputs.RUNS + run * 4 + 1) - done
+            end = gl.load(inputs.RUNS + run * 4 + 1)
             done = 0
-            for _ in range(steps):
+            while key < end:
                 acc, sums, top2, raw_top, probs = step(
                     q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, scale2,
                     numbers, form, False, p_l, row_l)
