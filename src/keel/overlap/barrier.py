@@ -102,8 +102,10 @@ def barrier_misses(device: torch.device | str | None = None) -> int:
 
     The host waits for the device. `measure` looks at it, and says so where it grew.
     """
-    where = _device(device) if device is not None or torch.cuda.is_available() else None
-    return int(_counters[where]) if where in _counters else 0
+    if not _counters:
+        return 0
+    counter = _counters.get(_device(device))
+    return 0 if counter is None else int(counter)
 
 
 def warn_of_new_misses(before: int) -> None:
@@ -122,7 +124,7 @@ def _warn(missed: int, when: str) -> None:
     )
 
 
-_counters: dict[torch.device | None, torch.Tensor] = {}
+_counters: dict[torch.device, torch.Tensor] = {}
 
 
 def _miss_counter(device: torch.device) -> torch.Tensor:

@@ -44,8 +44,9 @@ COMPUTE = (
 WAITING = r"^(context|stream|event|device|cuda)\s*(sync|wait)"
 """Names of waits; some converters file them under kernels."""
 PEER_COPY = r"ptop|peer|p2p"
-COLLECTIVE_RANGE = r"^(nccl|rccl|gloo|ucc|mpi|xccl|c10d):"
-"""Ranges that torch opens around collectives: copies inside are those of copy engines."""
+COLLECTIVE_RANGE = r"^(nccl|rccl|gloo|ucc|mpi|xccl|c10d|keel):(?!:)"
+"""Ranges that torch opens around collectives: copies inside are those of copy engines. And those
+that Keel opens around copies to the host and back, where gloo moves its rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
