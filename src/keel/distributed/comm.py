@@ -14,6 +14,7 @@ device something to compute, and both copies run beside that.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -33,7 +34,8 @@ Tensor = torch.Tensor
 logger = logging.getLogger("keel")
 
 STAGING = "keel:all_to_all through host memory"
-"""The range around copies that are communication; reports about overlap know its prefix."""
+"""The range around copies that are communication; reports about overlap know its prefix.
+Deferred exchanges have none: they are those of stages, which have ranges of their own."""
 
 
 def queues(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -57,6 +59,7 @@ class AllToAll:
         self._group, self._what = group, what
         self._work: Any = None
         self._copied: Any = None
+        self._deferred = False
         self._host = (self.received, rows)
         self._staged = _needs_staging(rows, group)
         if self._staged:
@@ -72,14 +75,18 @@ class AllToAll:
         self, lane: Lane, *, on_start: Callable[[], None] | None = None, deferred: bool = False
     ) -> None:
         """Begins. `on_start` queues what says so, right before the collective is queued."""
+        self._deferred = deferred
         if self._staged:
-            with profiler_range(STAGING):
+            with self._range():
                 self._host[1].copy_(self._rows, non_blocking=True)
             self._copied = lane.mark()
         if on_start is not None:
             on_start()
         if not deferred:
             self.depart()
+
+    def _range(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._deferred else profiler_range(STAGING)
 
     def depart(self) -> None:
         """Hands the rows to the backend, once; where they are copied first, waits for the copy."""
@@ -101,7 +108,7 @@ class AllToAll:
         except RuntimeError as error:
             raise failure(self._what, self._group, error) from error
         if self._staged:
-            with profiler_range(STAGING):
+            with self._range():
                 self.received.copy_(self._host[0], non_blocking=True)
 
 
