@@ -242,7 +242,7 @@ class _Call:
 
 
 def stage_range(n: int, direction: str) -> contextlib.AbstractContextManager[Any]:
-    """What a profiler files a stage under, its exchange and its attention: `keel stage 1 forward`."""
+    """What profilers file a stage under, exchange and attention: as `keel stage 1 forward`."""
     return profiler_range(f"keel stage {n} {direction}")
 
 

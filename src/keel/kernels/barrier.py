@@ -5,9 +5,9 @@ still miss, waits that gave up, and a clock for where there is no other. Marks o
 takes off what it used, so nothing is ever set to zero under way: that makes a round repeatable,
 also as a CUDA graph, which repeats its numbers.
 
-A wait that gives up leaves a debt: the marks it did not see. Late ones pay that first, so they never
-pass for the start of the next communication. Marks of what was never launched would be missed
-forever; so where a wait gives up although as many came as it asked for, older debts are forgotten.
+A wait that gives up leaves a debt: the marks it did not see. Late ones pay that first, so they
+never pass for the start of the next communication. Marks of what was never launched would be missed
+forever; so where a wait gives up although as many came as it asked for, debts are forgotten.
 """
 
 from __future__ import annotations

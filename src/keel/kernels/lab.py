@@ -24,8 +24,8 @@ RECORD_SIZE = 4
 """int64 numbers of a block: begin and end in nanoseconds, SM, chunks moved."""
 TRAFFIC_WARPS = 16
 CHUNK = 32_768
-"""Words that a block has in its registers at a time: 64 for each of 512 threads, as much as lets one
-block on an SM, as collectives have it."""
+"""Words that a block has in its registers at a time: 64 for each of 512 threads, so that an SM has
+room for one block, as with collectives."""
 
 
 # fmt: off
@@ -120,7 +120,7 @@ def traffic_kernel(
     begin = sleep_until(tl.zeros([], tl.int64))
     now = begin
     place = tl.program_id(0)
-    chunks = 0
+    chunks = tl.zeros([], tl.int32)
     while now - begin < span_ns:
         at = (place % num_chunks).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
         tl.store(TO + at, tl.load(FROM + at))

@@ -24,8 +24,8 @@ class KernelBarrier:
 
     `mark` queues a mark on the current stream: right before a collective of NCCL, which then takes
     its SMs a few microseconds later, so the signal is approximate; `settle_us` waits that much
-    longer. Kernels of your own are exact: they call `keel.kernels.barrier.mark_started(flag)` first,
-    once in each of `target` blocks.
+    longer. Kernels of your own are exact: each of their `target` blocks first calls
+    `keel.kernels.barrier.mark_started(flag)`.
 
     `wait` queues one small kernel on the current stream. It never hangs: if marks are missing after
     `timeout_us`, it lets go and counts a miss. Late marks are recognised as such, so they do not
@@ -87,7 +87,7 @@ class KernelBarrier:
             )
 
     def misses(self) -> int:
-        """How many waits gave up so far; the host waits for the device. Warns when there are any."""
+        """How many waits gave up so far; the host waits for the device. Warns of the first."""
         if self.flag is None:
             return 0
         missed = int(self.flag[2])
@@ -132,8 +132,8 @@ def _miss_counter(device: torch.device) -> torch.Tensor:
     if device not in _counters:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "the first KernelBarrier of a device cannot be made during CUDA graph capture: make "
-                "one, or run once what makes it, before"
+                "the first KernelBarrier of a device cannot be made during CUDA graph capture: "
+                "make one, or run once what makes it, before"
             )
         _counters[device] = torch.zeros(1, dtype=torch.int64, device=device)
         if device.type == "cuda":  # whichever streams its waits will be on
@@ -147,8 +147,8 @@ def _device(device: torch.device | str | None) -> torch.device:
         return where
     if where.type != "cuda":
         raise ValueError(
-            f"a KernelBarrier holds a stream of a CUDA device, got {where}: on a CPU things happen in "
-            "the order of their calls; use target=0 for a barrier that does nothing"
+            f"a KernelBarrier holds a stream of a CUDA device, got {where}: on a CPU things happen "
+            "in the order of their calls; use target=0 for a barrier that does nothing"
         )
     return torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
 
