@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from keel.overlap import lab, lab_command, lab_verdict
 from keel.overlap.lab import Bench, Row, Setting, overlap_of, read_csv, run, settings, shared_sms
@@ -126,10 +129,10 @@ def test_failed_settings_are_named_and_nothing_is_made_of_them():
     rows = [{**asdict(x), **asdict(Bench()), "error": "OutOfMemory: no"} for x in settings([8])]
     lines = verdicts(rows)
     assert lines == [f"{len(rows)} of {len(rows)} settings failed, as first: OutOfMemory: no"]
-    rows = [row | {"overlap": 0.5} for row in ROWS]
-    assert verdicts(rows)[0].startswith("No margin made communication overlap fully")
     with pytest.raises(ValueError, match="nothing to draw"):
         plot_lab(rows, "unused.png")
+    rows = [row | {"overlap": 0.5} for row in ROWS]
+    assert verdicts(rows)[0].startswith("No margin made communication overlap fully")
 
 
 def fake_child(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
@@ -210,6 +213,92 @@ def test_a_trial_that_fails_does_not_end_the_others(monkeypatch, capsys):
         *(f"RuntimeError: no SM {m}" for m in (8, 16, 24)),
     ]
     assert all(x["gpu"] == "a GPU" and x["sms"] == 132 for x in rows)
+
+
+class Books:
+    """A GPU on paper: attention takes 4 ms, traffic 0.5 ms, in the order of the launches.
+
+    One after the other, except on a grid with a margin, or with a barrier, where the traffic is
+    there first.
+    """
+
+    def __init__(self) -> None:
+        self.now, self.waiting = 1_000_000, False
+        self.beside: int | None = None
+        """When an attention began that leaves room."""
+
+
+BOOKS = Books()
+
+
+class FakeKernel:
+    n_regs, metadata = 200, SimpleNamespace(num_warps=8, shared=200_000)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.options = options
+        self.record = torch.zeros(2, 4, dtype=torch.int64)
+        self.span = int(1000 * options.get("span_us", 4000))
+
+    def bytes_moved(self) -> int:
+        return 100_000_000
+
+    def __call__(self) -> FakeKernel:
+        begin = BOOKS.now
+        if "span_us" not in self.options:
+            BOOKS.beside = begin if self.options["sm_margin"] or BOOKS.waiting else None
+            BOOKS.waiting = False
+        elif BOOKS.beside is not None and self.options["gb_per_s"] > 100:
+            begin, BOOKS.beside = BOOKS.beside + 100_000, None
+        end = begin + self.span
+        self.record[:, 0], self.record[:, 1] = begin, end
+        self.record[:, 2] = torch.arange(2) + (50 if "span_us" in self.options else 0)
+        BOOKS.now = max(BOOKS.now, end)
+        return self
+
+
+class FakeBarrier:
+    def __init__(self, target: int, **_: Any) -> None:
+        self.flag = torch.zeros(4, dtype=torch.int64)
+
+    def wait(self) -> None:
+        BOOKS.waiting = True
+
+    def misses(self) -> int:
+        return 7
+
+
+def test_what_a_trial_makes_of_records(monkeypatch):
+    trial = pytest.importorskip("keel.overlap.lab_trial")
+    cuda = {
+        "current_device": lambda: 0,
+        "synchronize": lambda: None,
+        "Stream": lambda *_, **options: SimpleNamespace(
+            **options, record_event=lambda: None, wait_event=lambda event: None
+        ),
+        "stream": lambda stream: contextlib.nullcontext(),
+        "get_device_properties": lambda device: SimpleNamespace(
+            regs_per_multiprocessor=65_536,
+            max_threads_per_multi_processor=2048,
+            shared_memory_per_multiprocessor=233_472,
+        ),
+    }
+    for name, fake in cuda.items():
+        monkeypatch.setattr(trial.torch.cuda, name, fake)
+    monkeypatch.setattr(trial.torch, "randn", lambda *_, **__: None)
+    monkeypatch.setattr(trial, "KernelBarrier", FakeBarrier)
+    kernels = SimpleNamespace(ObservedAttention=FakeKernel, Traffic=FakeKernel)
+    monkeypatch.setitem(sys.modules, "keel.kernels.lab", kernels)
+    trials = trial.Trials(Bench(repeats=2))
+    row = trials.observe(Setting())
+    assert row["overlap"] == 0 and row["attention_ms"] == row["base_ms"] == row["alone_ms"] == 4
+    assert row["comm_ms"] == row["comm_alone_ms"] == 0.5 and row["started_us"] == 4000
+    assert row["slowdown"] == 0 and row["moved_gb_per_s"] == 200 and row["fits_beside"] is False
+    assert row["misses"] == 0 and row["shared_sms"] == 0 and row["comm_sms"] == 2
+    beside = [trials.observe(Setting(**x)) for x in ({"sm_margin": 4}, {"barrier": True})]
+    assert [x["overlap"] for x in beside] == [1, 1] and beside[0]["started_us"] == 100
+    assert trials.observe(Setting(scenario="race"))["overlap"] == 0
+    assert trials.observe(Setting(scenario="chain"))["overlap"] == 0
+    assert set(beside[0]) | {"gpu", "sms", "torch", "triton", "error"} == set(lab.COLUMNS)
 
 
 def test_the_command_shows_and_keeps_everything(monkeypatch, tmp_path):

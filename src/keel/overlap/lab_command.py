@@ -23,6 +23,9 @@ try:
 except ImportError:  # the keel command says what is missing
     pass
 
+MAX_ERRORS = 5
+"""Of different ones that are printed; the CSV has them all."""
+
 
 def lab(
     out: Annotated[Path, typer.Option(help="Where overlap_lab.csv and overlap_lab.png go.")] = Path(
@@ -94,39 +97,44 @@ def _run(bench: Bench, todo: Sequence[Setting], path: Path) -> list[Row]:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Prints a table of the most telling settings, and what follows from all."""
+    """Prints overlap by lever and margin, what attention loses, errors, and what follows."""
     console = Console(highlight=False, emoji=False)
+    behind = [row for row in rows if row["scenario"] == "behind"]
+    columns = sorted({(row["grid"] == "persistent", int(row["sm_margin"])) for row in behind})
     table = Table(
-        title="Communication launched behind attention (CUDA's own connections)",
+        title="Communication beside attention (%), launched behind it, by SM margin",
         title_justify="left",
         box=SIMPLE_HEAD,
         padding=0,
         pad_edge=False,
     )
-    names = ("grid", "margin", "cluster", "priority", "barrier", "overlap", "attention", "slower")
-    for n, name in enumerate((*names, "comm.", "misses")):
-        table.add_column(name, justify="right" if n else "left", no_wrap=True)
-    for row in rows:
-        if row["scenario"] != "behind" or row["connections"] != CONNECTIONS[0]:
-            continue
-        if row["priority"] and row["barrier"]:
-            continue
-        table.add_row(*_cells(row))
+    table.add_column("connections, cluster, levers", no_wrap=True)
+    for persistent, margin in columns:
+        table.add_column(str(margin) if persistent else "tiles", justify="right", no_wrap=True)
+    lines: dict[str, dict[tuple[bool, int], Row]] = {}
+    for row in behind:
+        place = row["grid"] == "persistent", int(row["sm_margin"])
+        lines.setdefault(_levers(row), {})[place] = row
+    for name, line in lines.items():
+        table.add_row(name, *(_cell(line.get(place), "overlap") for place in columns))
+    if lines:
+        name, line = next(iter(lines.items()))
+        slower = [_cell(line.get(place), "slowdown") for place in columns]
+        table.add_row(f"attention slower: {name}", *slower, style="dim")
     console.print(table)
-    for line in verdicts(rows):
-        console.print(f"- {line}", markup=False, soft_wrap=True)
+    failed = dict.fromkeys(str(row["error"]) for row in rows if row.get("error"))
+    for error in list(failed)[:MAX_ERRORS]:
+        console.print(f"! {error}", markup=False, soft_wrap=True)
+    for text in verdicts(rows):
+        console.print(f"- {text}", markup=False, soft_wrap=True)
 
 
-def _cells(row: Row) -> list[str]:
-    levers = [row["grid"], str(row["sm_margin"]), str(row["cluster"])]
-    levers += ["yes" if row[name] else "" for name in ("priority", "barrier")]
-    if row.get("error") or row.get("overlap") is None:
-        return [*levers, "failed", str(row.get("error"))[:40], "", "", ""]
-    return [
-        *levers,
-        f"{100 * row['overlap']:.1f} %",
-        f"{row['attention_ms']:.3f} ms",
-        f"{100 * row['slowdown']:+.1f} %",
-        f"{row['comm_ms']:.3f} ms",
-        str(row["misses"]),
-    ]
+def _levers(row: Row) -> str:
+    on = [name for name in ("priority", "barrier") if row[name]]
+    return ", ".join([str(row["connections"]), str(row["cluster"]), *on])
+
+
+def _cell(row: Row | None, name: str) -> str:
+    if row is None:
+        return ""
+    return "error" if row.get("error") or row.get(name) is None else f"{100 * row[name]:.1f}"

@@ -29,7 +29,7 @@ def plot_lab(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
         maps[(1, *at)] = 100 * row["slowdown"]
     figure = Figure(figsize=(4 + 1.1 * len(columns), 1.6 + 0.24 * len(lines)), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    limits = [(0, 100), (0, max(5.0, float(np.nanmax(maps[1]))))]
+    limits = [(0, 100), (0, 30)]
     titles = ["communication beside attention, %", "attention slower by, %"]
     for axis, values, title, limit, colours in zip(
         axes, maps, titles, limits, ("RdYlGn", "YlOrRd"), strict=True
