@@ -50,6 +50,8 @@ def test_bad_arguments():
         OverlapConfig(backward_sm_margin=2.0)
     with pytest.raises(TypeError, match="got True"):
         OverlapConfig(forward_sm_margin=True)
+    with pytest.raises(TypeError, match="barrier must be True or False, got 8"):
+        OverlapConfig(barrier=8)
 
 
 def margins_seen(rank: int, how: str) -> list[tuple[str, int]]:

@@ -74,15 +74,16 @@ class Setting:
 
 COLUMNS = (
     *("overlap", "overlap_min", "overlap_max"),  # medians over repeats, and extremes
-    *("attention_ms", "alone_ms", "base_ms", "slowdown"),
+    *("attention_ms", "alone_ms", "library_ms", "base_ms", "slowdown"),
     *("comm_ms", "comm_alone_ms", "moved_gb_per_s", "started_us"),
     *("comm_sms", "shared_sms", "misses", "fits_beside"),
     *("gpu", "sms", "torch", "triton", "error"),
 )
 """attention_ms beside communication, alone_ms the same grid without it, base_ms tiles without it;
-slowdown = attention_ms / base_ms - 1. comm_ms from the first block's begin to the last one's end;
-started_us: its begin after attention's. shared_sms: blocks of communication that were on an SM
-together with attention. fits_beside: whether registers and shared memory would allow that."""
+slowdown = attention_ms / base_ms - 1. library_ms: a call of `flex_flash_attn_func` with that
+margin, by CUDA's events, where the library has such a grid, to see that taking notes costs nothing.
+comm_ms from the first block's begin to the last one's end; started_us: its begin after attention's.
+shared_sms: blocks of communication that were on an SM together with attention. fits_beside: whether registers and shared memory would allow that."""
 
 
 def field_names() -> list[str]:

@@ -38,6 +38,9 @@ def plot_lab(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
         for (y, x), value in np.ndenumerate(values):
             if np.isfinite(value):
                 axis.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=7)
+        for y in range(1, len(lines)):
+            if lines[y][0] != lines[y - 1][0]:  # other connections
+                axis.axhline(y - 0.5, color="black", linewidth=1.5)
         axis.set_title(title, fontsize=9)
         axis.set_xticks(range(len(columns)), [_column(*x) for x in columns], fontsize=7)
         axis.set_xlabel("grid of attention: tiles, or persistent with an SM margin of", fontsize=8)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from keel import masks
+from keel import flex_flash_attn_func, masks
 from keel.overlap.barrier import KernelBarrier
 from keel.overlap.lab import ROW, Bench, Row, Setting, overlap_of, shared_sms
 
@@ -63,13 +63,16 @@ class Trials:
         self._attentions: dict[Any, Any] = {}
         self._traffics: dict[Any, Any] = {}
         self._alone: dict[Any, float] = {}
+        self._library: dict[Any, float] = {}
 
     def attention(self, grid: str, margin: int) -> Any:
         if (grid, margin) not in self._attentions:
             q, k, v = self.qkv
-            self._attentions[grid, margin] = self._attention_of(
+            attention = self._attention_of(
                 q, k, v, self.mask, persistent=grid == "persistent", sm_margin=margin
             )
+            self._check(attention, margin)
+            self._attentions[grid, margin] = attention
         return self._attentions[grid, margin]
 
     def traffic(self, blocks: int, span_us: float, cluster: int = 1, marks: bool = False) -> Any:
@@ -92,6 +95,31 @@ class Trials:
             times = [self._time(kernel) for _ in range(self.bench.repeats + 2)]
             self._alone[grid, margin] = statistics.median(times[2:])
         return self._alone[grid, margin]
+
+    def library_ms(self, grid: str, margin: int) -> float | None:
+        """A call of the library; None where it would launch another grid."""
+        if (grid == "tiles") != (margin == 0):
+            return None
+        if margin not in self._library:
+            times = []
+            for _ in range(self.bench.repeats + 2):
+                events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+                events[0].record()
+                self._call(margin)
+                events[1].record()
+                torch.cuda.synchronize()
+                times.append(events[0].elapsed_time(events[1]))
+            self._library[margin] = statistics.median(times[2:])
+        return self._library[margin]
+
+    def _call(self, margin: int) -> torch.Tensor:
+        q, k, v = self.qkv
+        return flex_flash_attn_func(q, k, v, self.mask, sm_margin=margin)[0]
+
+    def _check(self, attention: Any, margin: int) -> None:
+        """Times of wrong results mean nothing."""
+        attention()
+        torch.testing.assert_close(attention.out, self._call(margin), atol=1e-2, rtol=1e-2)
 
     def observe(self, setting: Setting) -> Row:
         """The row of a setting."""
@@ -119,6 +147,7 @@ class Trials:
             "overlap": statistics.median(overlaps),
             **{"overlap_min": min(overlaps), "overlap_max": max(overlaps)},
             **{"attention_ms": took, "alone_ms": alone, "base_ms": base},
+            "library_ms": self.library_ms(setting.grid, setting.sm_margin),
             "slowdown": took / base - 1,
             "comm_ms": statistics.median(x.comm_ms for x in seen),
             "comm_alone_ms": comm_alone,
