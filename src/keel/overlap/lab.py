@@ -83,7 +83,8 @@ COLUMNS = (
 slowdown = attention_ms / base_ms - 1. library_ms: a call of `flex_flash_attn_func` with that
 margin, by CUDA's events, where the library has such a grid, to see that taking notes costs nothing.
 comm_ms from the first block's begin to the last one's end; started_us: its begin after attention's.
-shared_sms: blocks of communication that were on an SM together with attention. fits_beside: whether registers and shared memory would allow that."""
+shared_sms: blocks of communication that were on an SM together with attention. fits_beside: whether
+registers and shared memory would allow that."""
 
 
 def field_names() -> list[str]:
