@@ -98,6 +98,19 @@ def test_misses_are_said_once_and_counted_for_the_device(caplog):
     assert barrier_misses("cpu") == before + 2
 
 
+def test_bad_arguments_are_named():
+    with pytest.raises(TypeError, match="target must be an int, got True"):
+        KernelBarrier(True, device="cpu")
+    with pytest.raises(ValueError, match="target must be at least 0, got -1"):
+        KernelBarrier(-1, device="cpu")
+    with pytest.raises(ValueError, match="timeout_us must be at least 1, got 0"):
+        KernelBarrier(1, device="cpu", timeout_us=0)
+    with pytest.raises(ValueError, match="settle_us must be at most 1000, got 2000"):
+        KernelBarrier(1, device="cpu", settle_us=2000)
+    with pytest.raises(ValueError, match=r"holds a stream of a CUDA device, got meta"):
+        KernelBarrier(1, device="meta")
+
+
 def test_a_target_of_zero_launches_and_allocates_nothing(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("launched")

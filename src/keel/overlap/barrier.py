@@ -17,6 +17,8 @@ import torch
 logger = logging.getLogger("keel")
 
 TIMEOUT_US = 1000
+MAX_SETTLE_US = 1000
+"""As long as a GPU's thread sleeps at most."""
 
 
 class KernelBarrier:
@@ -57,14 +59,16 @@ class KernelBarrier:
                 raise TypeError(f"{name} must be an int, got {value!r}")
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
+        if settle_us > MAX_SETTLE_US:
+            raise ValueError(f"settle_us must be at most {MAX_SETTLE_US}, got {settle_us}")
         self.target, self.timeout_us, self.settle_us = target, timeout_us, settle_us
         self._warned = False
         self.flag: torch.Tensor | None = None
         """Where kernels mark; None with a target of 0."""
         if target:
+            where = _device(device)
             from keel.kernels.barrier import STATE_SIZE
 
-            where = _device(device)
             self._all_misses = _miss_counter(where)
             self.flag = torch.zeros(STATE_SIZE, dtype=torch.int64, device=where)
 
@@ -90,7 +94,7 @@ class KernelBarrier:
         """How many waits gave up so far; the host waits for the device. Warns of the first."""
         if self.flag is None:
             return 0
-        missed = int(self.flag[2])
+        missed = _number(self.flag[2])
         if missed and not self._warned:
             self._warned = True
             _warn(missed, f"within {self.timeout_us} us")
@@ -105,7 +109,7 @@ def barrier_misses(device: torch.device | str | None = None) -> int:
     if not _counters:
         return 0
     counter = _counters.get(_device(device))
-    return 0 if counter is None else int(counter)
+    return 0 if counter is None else _number(counter)
 
 
 def warn_of_new_misses(before: int) -> None:
@@ -139,6 +143,13 @@ def _miss_counter(device: torch.device) -> torch.Tensor:
         if device.type == "cuda":  # whichever streams its waits will be on
             torch.cuda.synchronize(device)
     return _counters[device]
+
+
+def _number(x: torch.Tensor) -> int:
+    """When all streams are done, whichever the waits are on."""
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    return int(x)
 
 
 def _device(device: torch.device | str | None) -> torch.device:
