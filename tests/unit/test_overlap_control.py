@@ -56,7 +56,7 @@ def test_bad_arguments():
 
 def test_a_barrier_on_a_cpu_is_refused(monkeypatch):
     monkeypatch.setattr("keel.overlap.barrier._interpreted", lambda: False)
-    with pytest.raises(ValueError, match="a stream of a CUDA device, got cpu.*use target=0"):
+    with pytest.raises(ValueError, match=r"a stream of a CUDA device, got cpu.*use target=0"):
         KernelBarrier(1, device="cpu")
     assert KernelBarrier(0, device="cpu").flag is None
 

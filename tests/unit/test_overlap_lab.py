@@ -160,7 +160,12 @@ def test_rows_are_written_as_they_come(monkeypatch, tmp_path):
     )
     todo = [x for x in settings([8, 1], [0, 4], [1]) if x.scenario == "behind"]
     path, shown = tmp_path / "deep" / "lab.csv", []
-    rows = run(Bench(), todo, csv_path=path, progress=shown.append)
+
+    def look(row: Row) -> None:
+        shown.append(row)
+        assert len(path.read_text().splitlines()) == 1 + len(shown)  # with a header
+
+    rows = run(Bench(), todo, csv_path=path, progress=look)
     assert rows == shown and [Setting(**{k: r[k] for k in asdict(todo[0])}) for r in rows] == todo
     first, second = rows[: len(todo) // 2], rows[len(todo) // 2 :]
     assert [x.get("error") for x in first] == [None, "ValueError: no"] + [None] * (len(first) - 2)
