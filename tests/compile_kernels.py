@@ -22,9 +22,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from keel.kernels import (
+    barrier,
     flash_bwd,
     flash_fwd,
     gram,
+    lab,
     qk_max,
     row_scale,
     softmax_bwd,
@@ -37,7 +39,7 @@ POINTERS_16 = {"Q", "K", "V", "OUT", "DOUT", "DK", "DVAL", "DQ", "X", "Y", "DY",
 POINTERS_16 |= {"TARGET_LIKE"}
 POINTERS_32F = {"LSE", "LSE2", "DELTA", "SINK", "SLOPES", "DBIAS", "BIAS", "DLSE", "MAX_LOGITS"}
 POINTERS_32F |= {"FACTOR", "SOURCE_LIKE"}
-POINTERS_64 = {"TARGET", "SOURCE"}
+POINTERS_64 = {"TARGET", "SOURCE", "STATE", "ALL_MISSES", "RECORD", "FLAG"}
 POINTERS_8 = {"MASK"}
 POINTERS_16 |= {"A", "B", "C", "D"}
 FLOATS = {"scale", "softcap", "alpha", "beta", "diagonal"}
@@ -48,6 +50,7 @@ POINTER_OF = {
 }
 STREAMED = {  # what a kernel may read through TMA descriptors, and the block of each
     "flash_fwd_kernel": {"K": ("BN", "D"), "V": ("BN", "DV")},
+    "observed_fwd_kernel": {"K": ("BN", "D"), "V": ("BN", "DV")},
     "flash_bwd_dkdv_kernel": {"Q": ("BM", "D"), "DOUT": ("BM", "DV")},
     "flash_bwd_dq_kernel": {"K": ("BN", "D"), "V": ("BN", "DV")},
     "symmetric_product_kernel": {"A": ("BM", "BK"), "B": ("BN", "BK")},
@@ -61,6 +64,7 @@ def compile_variant(
     config: TileConfig | RowConfig | gram.GramConfig,
     arch: int,
     dtype: str = "bf16",
+    cluster: int = 1,
 ) -> Any:
     """The compiled kernel, with strides and pointers marked divisible by 16 as in real calls."""
     signature, attrs, constexprs = {}, {}, {}
@@ -90,6 +94,7 @@ def compile_variant(
             attrs[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs, attrs)
     options = {
+        **({"num_ctas": cluster} if cluster > 1 else {}),
         "num_warps": config.num_warps,
         "num_stages": getattr(config, "num_stages", 3),
         "maxnreg": getattr(config, "max_registers", None),
@@ -302,13 +307,28 @@ def clip_variants(arch: int):
         yield row_scale.row_scale_kernel, constants, TileConfig(1, row_scale.BLOCK, 4, 3)
 
 
+def overlap_variants(arch: int):
+    """The barrier, and what the lab runs: attention that takes notes, and traffic in clusters."""
+    small = TileConfig(1, 1, 1, 3)
+    yield barrier.mark_kernel, {}, small, 1
+    yield barrier.wait_kernel, {"PTX": True}, small, 1
+    for persistent in (False, True):
+        _, constants, config = forward_variant(128, 128, arch, PERSISTENT=persistent)
+        yield lab.observed_fwd_kernel, constants, config, 1
+    for cluster in (1, 2, 4) if arch >= 90 else (1,):
+        constants = {"CHUNK": cluster * lab.CHUNK, "MARKS": cluster > 1}
+        constants |= {} if cluster > 1 else {"FLAG": None}
+        yield lab.traffic_kernel, constants, TileConfig(1, 1, lab.TRAFFIC_WARPS, 3), cluster
+
+
 def report(
     kernel: Any,
     constants: dict[str, Any],
     config: TileConfig | RowConfig | gram.GramConfig,
     arch: int,
+    cluster: int = 1,
 ) -> None:
-    compiled = compile_variant(kernel, constants, config, arch)
+    compiled = compile_variant(kernel, constants, config, arch, cluster=cluster)
     flags = [n for n, x in constants.items() if x is True]
     line = {
         "kernel": kernel.__name__,
@@ -317,6 +337,7 @@ def report(
         "dv": constants.get("DV"),
         "config": list(astuple(config)),
         "flags": flags,
+        "cluster": cluster,
         **resources(compiled),
         "loop_spills": spills_in_loops(compiled),
     }
@@ -337,6 +358,8 @@ def main(archs: list[int]) -> None:
             if key not in done:
                 done.add(key)
                 report(kernel, constants, config, arch)
+        for kernel, constants, config, cluster in overlap_variants(arch):
+            report(kernel, constants, config, arch, cluster)
 
 
 if __name__ == "__main__":

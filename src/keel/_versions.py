@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -66,6 +67,16 @@ def backend_of(group: Any, device: torch.device) -> str | None:
 def store_of_all_ranks() -> Any:
     """The store in which the processes of the default group met."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+_NO_RANGE = contextlib.nullcontext()
+
+
+def profiler_range(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A range of torch's profiler; without one that runs, nothing: a range takes microseconds."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        return torch.profiler.record_function(name)
+    return _NO_RANGE
 
 
 def in_backward() -> bool:

@@ -350,8 +350,8 @@ def most_stages_alive(rank: int) -> list[int]:
     most = [0, 0]
     real, way = Cast.__init__, 0
 
-    def begin(self: Cast, *args: Any) -> None:
-        real(self, *args)
+    def begin(self: Cast, *args: Any, **options: Any) -> None:
+        real(self, *args, **options)
         assert self._index.order is None  # else rows have a second buffer
         buffers.append(StorageWeakRef(self._transfer.received.untyped_storage()))
         most[way] = max(most[way], sum(not x.expired() for x in buffers))

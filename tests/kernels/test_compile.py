@@ -51,6 +51,13 @@ def test_kernels_compile_and_fit(arch):
     gram = [v for v in everything if v["kernel"] == "symmetric_product_kernel"]
     assert len(gram) == 4 and max(v["shared"] for v in gram) <= SHARED_LIMIT[arch]
     assert not [v for v in gram if v["STACK"] or v["LOCAL"]]
+    traffic = [v for v in everything if v["kernel"] == "traffic_kernel"]
+    assert {v["cluster"] for v in traffic} == ({1, 2, 4} if arch == 90 else {1})
+    for v in traffic:  # one to an SM, and none beside attention's registers
+        assert 64 < v["REG"] <= 128 and not v["STACK"]
+    observed = [v for v in everything if v["kernel"] == "observed_fwd_kernel"]
+    assert len(observed) == 2 and not [v for v in observed if v["loop_spills"]]
+    assert {"mark_kernel", "wait_kernel"} <= {v["kernel"] for v in everything}
     clip = [v for v in everything if v["kernel"] in ("qk_max_kernel", "row_scale_kernel")]
     assert len(clip) == 6 and {v["d"] for v in clip} == {None, 64, 128, 192, 256}
     assert not [

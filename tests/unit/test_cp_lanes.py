@@ -13,11 +13,21 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from keel import masks
-from keel.distributed import CostModel, calc_attn, comm, flex_key, hierarchy, lanes
+from keel.distributed import (
+    CostModel,
+    attention,
+    calc_attn,
+    comm,
+    flex_key,
+    hierarchy,
+    lanes,
+    starts,
+)
 from keel.distributed.comm import Cast, Reduce
 from keel.distributed.hierarchy import Links, RoutedCast, RoutedReduce, route_of
 from keel.distributed.layout import contiguous
 from keel.distributed.plan import Exchange, make_plan
+from keel.overlap import OverlapConfig
 
 CPU = torch.device("cpu")
 
@@ -102,9 +112,18 @@ def backend(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     logged(monkeypatch, comm.Reduce, "_add", "add")
     real = dist.all_to_all_single
 
+    copied: dict[int, set[str]] = {}
+    start = comm.AllToAll.start
+
+    def start_and_note(transfer: Any, *args: Any, **options: Any) -> None:
+        copied[transfer._host[1].data_ptr()] = set(STREAMS.made[0].done)
+        start(transfer, *args, **options)
+
+    monkeypatch.setattr(comm.AllToAll, "start", start_and_note)
+
     def all_to_all(received: torch.Tensor, sent: torch.Tensor, *counts: Any, **options: Any) -> Any:
-        if request.param == "staged":  # the host reads the rows: they must be there
-            assert STREAMS.made[0].done <= STREAMS.host
+        if request.param == "staged" and sent.numel():  # the host reads rows: they must be there
+            assert copied[sent.data_ptr()] <= STREAMS.host
         STREAMS.operate("move")
         if request.param == "queues":
             return real(received.view(torch.uint8), sent.view(torch.uint8), *counts, **options)
@@ -118,9 +137,9 @@ def backend(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def logged(patch: pytest.MonkeyPatch, owner: Any, name: str, operation: str) -> None:
     real: Callable[..., Any] = getattr(owner, name)
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         STREAMS.operate(operation)
-        return real(*args)
+        return real(*args, **options)
 
     patch.setattr(owner, name, call)
 
@@ -181,6 +200,56 @@ def test_the_caller_waits_for_one_that_is_dropped(backend):
         assert {"rows", "move", "rows'"} <= STREAMS.before["next"]
 
 
+def test_the_caller_waits_for_a_deferred_one_that_is_dropped(backend):
+    flight = Cast([torch.ones(5, 2)], exchange(), dist.group.WORLD, "a cast", deferred=True)
+    del flight
+    STREAMS.operate("next")
+    if backend != "blocks":
+        assert "rows" in STREAMS.before["next"]
+
+
+@pytest.mark.parametrize("kind", [Cast, Reduce])
+def test_a_deferred_exchange_runs_beside_what_comes_after_it(backend, kind):
+    """Where rows go through the host: it waits for the copy only when there is work to do."""
+    rows = torch.arange(10.0).view(5, 2) if kind is Cast else torch.ones(3, 2)
+    STREAMS.operate("made")
+    flight = kind([rows], exchange(), dist.group.WORLD, "a journey", deferred=True)
+    assert ("move" in STREAMS.before) == (backend != "staged")
+    assert backend != "staged" or "rows" not in STREAMS.host
+    STREAMS.operate("computed meanwhile")
+    assert not STREAMS.before["computed meanwhile"] & {"rows", "move"}
+    flight.depart()
+    flight.depart()  # once
+    assert [x for x in STREAMS.before if x.startswith("move")] == ["move"]
+    assert {"made", "rows"} <= STREAMS.before["move"]
+    if backend == "staged":
+        assert "rows" in STREAMS.host and "computed meanwhile" not in STREAMS.host
+    if kind is Cast:
+        (got,) = flight.wait()
+        assert torch.equal(got, rows[[1, 2, 3]])
+        seen = "computed meanwhile" in STREAMS.before["rows'"]
+        assert seen == (backend == "blocks")  # neither copy nor rows wait for the caller's work
+    else:
+        total = torch.zeros(5, 2)
+        flight.add_to([total])
+        assert total[:, 0].tolist() == [0, 1, 1, 1, 0]
+    STREAMS.operate("used")
+    assert "move" in STREAMS.before["used"]
+
+
+@pytest.mark.parametrize("kind", [Cast, Reduce])
+def test_a_start_is_marked_on_the_lane_before_the_move(backend, kind):
+    rows = torch.ones(5 if kind is Cast else 3, 2)
+    flight = kind(
+        *([rows], exchange(), dist.group.WORLD, "a journey"),
+        on_start=lambda: STREAMS.operate("mark"),
+    )
+    assert "rows" in STREAMS.before["mark"] and "move" not in STREAMS.before["mark"]
+    assert backend == "staged" or "mark" in STREAMS.before["move"]
+    assert "mark" in STREAMS.made[0].done and "mark" not in STREAMS.caller.done
+    flight.wait() if kind is Cast else flight.add_to([torch.zeros(5, 2)])
+
+
 @pytest.mark.parametrize("kind", [RoutedCast, RoutedReduce])
 def test_both_steps_over_nodes(backend, kind):
     """Where the backend queues, both are under way at once; else `pass_on` begins the second."""
@@ -220,3 +289,64 @@ def test_attention_by_way_of_the_lane(backend):
         found.append([out, *torch.autograd.grad(out, (q, k, v), dout)])
     assert sum(x.startswith("move") for x in STREAMS.before) == 3 * (1 + 3)
     torch.testing.assert_close(*found, atol=1e-12, rtol=0)
+
+
+class LoggedBarrier:
+    """Stands for `KernelBarrier`."""
+
+    def __init__(self, target: int, **_: Any) -> None:
+        self.target = target
+
+    def mark(self) -> None:
+        if self.target:
+            STREAMS.operate("mark")
+
+    def wait(self) -> None:
+        if self.target:
+            STREAMS.operate("hold")
+
+
+@pytest.mark.parametrize("barrier", [False, True])
+def test_attention_waits_for_the_start_of_exchanges(backend, barrier, monkeypatch):
+    """One mark before, and one wait for it, around each stage that has an exchange beside it."""
+    monkeypatch.setattr(starts, "KernelBarrier", LoggedBarrier)
+    monkeypatch.setattr(attention, "queues", lambda group, device: backend == "queues")
+    logged(monkeypatch, attention, "accumulate_", "attention")
+    logged(monkeypatch, attention, "partial_gradients", "attention")
+    free = CostModel(gb_per_s=1e9, latency_us=0.0)
+    key = flex_key(masks.causal(30), degree=3, cost=free)
+    q, k, v = torch.randn(3, 30, 2, 8, dtype=torch.float64).requires_grad_().unbind()
+    out, _ = calc_attn(q, k, v, key, overlap=OverlapConfig(barrier=barrier))
+    out.sum().backward()
+    order = [x.rstrip("'") for x in STREAMS.before]
+    shown = [x for x in order if x in ("mark", "hold", "attention", "move")]
+    if not barrier or backend != "queues":
+        assert "mark" not in shown and "hold" not in shown
+        return
+    half = shown.index("attention") + 1
+    assert shown[:half] == ["mark", "move", "hold", "attention"]
+    # All keys are here, so only own ones are computed with: later marks find no attention to hold.
+    assert shown[half:].count("attention") == shown[half:].count("hold") == 1
+    assert shown[half:].count("mark") == 3 and shown.count("move") == 9
+    assert "mark" in STREAMS.made[0].done and {"hold", "attention"} <= STREAMS.caller.done
+
+
+def test_a_profiler_sees_stages_in_both_directions(backend, monkeypatch):
+    key = flex_key(masks.causal(30), degree=2, cost=CostModel(gb_per_s=1e9, latency_us=0.0))
+    q, k, v = torch.randn(3, 30, 2, 8, dtype=torch.float64).requires_grad_().unbind()
+
+    def both_directions() -> None:
+        out, _ = calc_attn(q, k, v, key)
+        out.sum().backward()
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        both_directions()
+    seen = {event.name for event in profiler.events() if event.name.startswith("keel stage")}
+    stages = {f"keel stage {n} {way}" for n in range(3) for way in ("forward", "backward")}
+    assert seen == stages
+
+    def refuse(name: str) -> None:
+        raise AssertionError("a range costs time")
+
+    monkeypatch.setattr(torch.profiler, "record_function", refuse)
+    both_directions()  # nobody profiles

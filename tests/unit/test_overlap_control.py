@@ -9,7 +9,7 @@ import torch
 
 from keel import masks
 from keel.distributed import attention, calc_attn, flex_key
-from keel.overlap import OverlapConfig, advise, levers
+from keel.overlap import KernelBarrier, OverlapConfig, advise, levers
 from keel.overlap.control import (
     BACKWARD_MARGIN,
     CONNECTIONS,
@@ -50,6 +50,15 @@ def test_bad_arguments():
         OverlapConfig(backward_sm_margin=2.0)
     with pytest.raises(TypeError, match="got True"):
         OverlapConfig(forward_sm_margin=True)
+    with pytest.raises(TypeError, match="barrier must be True or False, got 8"):
+        OverlapConfig(barrier=8)
+
+
+def test_a_barrier_on_a_cpu_is_refused(monkeypatch):
+    monkeypatch.setattr("keel.overlap.barrier._interpreted", lambda: False)
+    with pytest.raises(ValueError, match=r"a stream of a CUDA device, got cpu.*use target=0"):
+        KernelBarrier(1, device="cpu")
+    assert KernelBarrier(0, device="cpu").flag is None
 
 
 def margins_seen(rank: int, how: str) -> list[tuple[str, int]]:

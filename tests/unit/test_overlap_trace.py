@@ -111,6 +111,18 @@ def test_copies_of_copy_engines_inside_a_collective(tmp_path: Path) -> None:
     assert line.kind.tolist() == expected
 
 
+@pytest.mark.parametrize("name", ["keel stage 1 forward", "keel:all_to_all through host memory"])
+def test_copies_through_the_host_are_communication(name: str, tmp_path: Path) -> None:
+    """Those of Keel's exchanges, on their stream; an operator's range says nothing about copies."""
+    trace = TraceBuilder().gemm(0, 100)
+    trace.add(name, 10, 30, cat="gpu_user_annotation", stream=24)
+    trace.add("keel::attn_accumulate_", 40, 60, cat="gpu_user_annotation", stream=24)
+    for copy, start in (("Memcpy DtoH (Device -> Pinned)", 10), ("Memcpy HtoD (x)", 40)):
+        trace.add(copy, start, start + 5, cat="gpu_memcpy", stream=24)
+    line = read(trace, tmp_path)
+    assert line.kind.tolist() == [Kind.COMPUTE, Kind.COMMUNICATION, Kind.COPY]
+
+
 def layouts() -> dict[str, str]:
     trace = many_streams().add("Memcpy PtoP", 1, 2, cat="gpu_memcpy", inDevice=0, outDevice=1)
     trace.nccl(6000, 6010, **{"Collective name": "all_gather", "Seq": 4})

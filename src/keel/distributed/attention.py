@@ -9,6 +9,7 @@ backend whose waiting blocks the host, and what crosses to a node of a third.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from keel._versions import backend_of, in_backward, outside_of_graphs
+from keel._versions import backend_of, in_backward, outside_of_graphs, profiler_range
 from keel.checks import check_qkv, check_scoring, check_sm_margin
 from keel.distributed.agreement import check_agreement
 from keel.distributed.comm import Cast, Reduce, queues
@@ -26,6 +27,7 @@ from keel.distributed.hierarchy import Route, RoutedCast, RoutedReduce, routes_o
 from keel.distributed.keys import AttnKey
 from keel.distributed.maxima import MaxLogitsTracker, start_maximum
 from keel.distributed.plan import Exchange, Plan, Stage
+from keel.distributed.starts import Starts
 from keel.masks.inputs import tensors_of_mask
 from keel.meta import AttnForwardMeta, Scoring
 from keel.ops import accumulate_, choose_attention_backend, partial_gradients
@@ -65,8 +67,8 @@ def calc_attn(
             all-reduce, when it is asked for them. A forward that is recomputed for a backward
             (activation checkpointing) does not count again.
         sm_margin: SMs that attention leaves to communication, in both directions.
-        overlap: the same, by direction; an `OverlapConfig()` takes what environment variables say,
-            and so does a call without both arguments.
+        overlap: the same, by direction, and more; an `OverlapConfig()` takes what environment
+            variables say, and so does a call without both arguments.
         backend: as in `flex_flash_attn_func`.
 
     Returns:
@@ -118,12 +120,14 @@ def calc_attn(
         need_of_gradients=training,
     )
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    barrier = overlap is not None and overlap.barrier
     call = _Call(
         *(key, scoring.scale, scoring.softcap, *margins),
         backend=chosen,
         want_max=maxima != "none",
         reduce_max=maxima == "returned",
         keep_keys=key.keep_remote_keys and training,
+        barrier=barrier and queues(key.group, q.device),
         device=q.device,
     )
     out, lse, top = _CalcAttn.apply(q, k, v, sink, call)
@@ -145,6 +149,8 @@ class _Call:
     want_max: bool
     reduce_max: bool
     keep_keys: bool
+    barrier: bool
+    """Whether attention waits until exchanges have begun."""
     device: torch.device
 
     @property
@@ -164,19 +170,21 @@ class _Call:
         """
         return 1 if self.key.links is None or queues(self.group, self.device) else 2
 
-    def cast(self, plan: Plan, stage: int, rows: list[Tensor], what: str) -> Cast | RoutedCast:
+    def cast(
+        self, plan: Plan, stage: int, rows: list[Tensor], starts: Starts, what: str
+    ) -> Cast | RoutedCast:
         exchange, route = self._ways(plan, stage)
         if route is not None and self.key.links is not None:
-            return RoutedCast(rows, route, self.key.links, what)
-        return Cast(rows, exchange, self.group, what)
+            return RoutedCast(rows, route, self.key.links, what, on_start=starts.mark)
+        return Cast(rows, exchange, self.group, what, on_start=starts.mark, deferred=True)
 
     def reduce(
-        self, plan: Plan, stage: int, rows: list[Tensor], what: str
+        self, plan: Plan, stage: int, rows: list[Tensor], starts: Starts, what: str
     ) -> Reduce | RoutedReduce:
         exchange, route = self._ways(plan, stage)
         if route is not None and self.key.links is not None:
-            return RoutedReduce(rows, route, self.key.links, what)
-        return Reduce(rows, exchange, self.group, what)
+            return RoutedReduce(rows, route, self.key.links, what, on_start=starts.mark)
+        return Reduce(rows, exchange, self.group, what, on_start=starts.mark, deferred=True)
 
     def _ways(self, plan: Plan, stage: int) -> tuple[Exchange, Route | None]:
         exchange = plan.stages_of(self.key.rank)[stage].exchange
@@ -186,7 +194,13 @@ class _Call:
         return exchange, routes_of(plan, self.key.rank, self.key.links.per_node)[stage]
 
     def stages(
-        self, plan: Plan, k: Tensor, v: Tensor, kept: list[Tensor] | None = None
+        self,
+        plan: Plan,
+        k: Tensor,
+        v: Tensor,
+        starts: Starts,
+        direction: str,
+        kept: list[Tensor] | None = None,
     ) -> Iterator[tuple[int, Stage, Tensor, Tensor]]:
         """(number, stage, k, v) as they arrive; the next one travels while the caller computes.
 
@@ -205,20 +219,31 @@ class _Call:
         def fetch(n: int) -> None:
             if n < len(stages):
                 what = f"fetching keys for stage {n} of {len(stages) - 1} on rank {self.key.rank}"
-                coming.append(self.cast(plan, n, [k, v], what))
+                with stage_range(n, direction):
+                    coming.append(self.cast(plan, n, [k, v], starts, what))
 
         for n in range(first, first + self.depth):
             fetch(n)
         for n, stage in enumerate(stages):
             if n < first:
                 yield n, stage, k, v
+                for under_way in coming:
+                    under_way.depart()
                 continue
-            arrived = coming.popleft().wait()
+            with stage_range(n, direction):
+                arrived = coming.popleft().wait()
             for under_way in coming:
                 under_way.pass_on()
             fetch(n + self.depth)
             yield n, stage, arrived[0], arrived[1]
+            for under_way in coming:
+                under_way.depart()
             del arrived  # before the next one is waited for, and the one behind it begins
+
+
+def stage_range(n: int, direction: str) -> contextlib.AbstractContextManager[Any]:
+    """What profilers file a stage under, exchange and attention: as `keel stage 1 forward`."""
+    return profiler_range(f"keel stage {n} {direction}")
 
 
 class _CalcAttn(torch.autograd.Function):
@@ -232,21 +257,18 @@ class _CalcAttn(torch.autograd.Function):
         lse = torch.full((rows, heads), -torch.inf, dtype=wide, device=q.device)
         top = torch.full((heads,), -torch.inf, dtype=wide, device=q.device)
         kept: list[Tensor] = []
-        for n, stage, stage_k, stage_v in call.stages(call.key.forward_plan, k, v):
+        starts, plan = Starts(call.barrier, q.device), call.key.forward_plan
+        for n, stage, stage_k, stage_v in call.stages(plan, k, v, starts, "forward"):
             scoring = call.scoring(sink if n == 0 else None)  # it joins each row once
             if rows and (stage.mask.num_slices or scoring.sink is not None):
-                accumulate_(
-                    out,
-                    lse,
-                    top if call.want_max else None,
-                    q,
-                    stage_k,
-                    stage_v,
-                    tensors_of_mask(stage.mask),
-                    scoring,
-                    sm_margin=call.forward_margin,
-                    backend=call.backend,
-                )
+                starts.hold()
+                with stage_range(n, "forward"):
+                    accumulate_(
+                        *(out, lse, top if call.want_max else None, q, stage_k, stage_v),
+                        *(tensors_of_mask(stage.mask), scoring),
+                        sm_margin=call.forward_margin,
+                        backend=call.backend,
+                    )
             if call.keep_keys and stage.exchange is not None:
                 kept += [stage_k, stage_v]
             del stage_k, stage_v
@@ -271,21 +293,25 @@ class _CalcAttn(torch.autograd.Function):
         dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
         dsink = None if sink is None else torch.zeros_like(sink)
         returning: deque[Reduce | RoutedReduce] = deque()
-        plan = call.key.backward_plan
-        for n, stage, stage_k, stage_v in call.stages(plan, k, v, kept):
+        starts, plan = Starts(call.barrier, q.device), call.key.backward_plan
+        for n, stage, stage_k, stage_v in call.stages(plan, k, v, starts, "backward", kept):
             part_sink = sink if n == 0 else None
             parts = [torch.zeros_like(x, dtype=lse.dtype) for x in (stage_k, stage_v)]
             if len(q) and (stage.mask.num_slices or part_sink is not None):
-                part_q, *parts, part_dsink = partial_gradients(
-                    *(dout, dlse, q, stage_k, stage_v, out, lse, stage.mask),
-                    call.scoring(part_sink),
-                    deterministic=True,
-                    sm_margin=call.backward_margin,
-                    backend=call.backend,
-                )
+                starts.hold()
+                with stage_range(n, "backward"):
+                    part_q, *parts, part_dsink = partial_gradients(
+                        *(dout, dlse, q, stage_k, stage_v, out, lse, stage.mask),
+                        call.scoring(part_sink),
+                        deterministic=True,
+                        sm_margin=call.backward_margin,
+                        backend=call.backend,
+                    )
                 dq += part_q
                 dsink = part_dsink if part_sink is not None else dsink
             del stage_k, stage_v
+            for under_way in returning:
+                under_way.depart()
             if stage.exchange is None:
                 dk += parts[0]
                 dv += parts[1]
@@ -295,7 +321,8 @@ class _CalcAttn(torch.autograd.Function):
             for under_way in returning:
                 under_way.pass_on()
             what = f"returning gradients of stage {n} on rank {call.key.rank}"
-            returning.append(call.reduce(plan, n, parts, what))
+            with stage_range(n, "backward"):
+                returning.append(call.reduce(plan, n, parts, starts, what))
         for under_way in returning:
             under_way.pass_on()
         for under_way in returning:

@@ -7,21 +7,24 @@ repeat bit by bit.
 
 NCCL queues: all of an exchange is on the lane before its constructor returns. Gloo moves bytes of
 host memory and its waiting blocks the host, so rows are put into order when they are asked for;
-CUDA tensors go through pinned memory.
+CUDA tensors go through pinned memory. Gloo may read that only when the copy to it is done, and the
+host has to wait for it; a *deferred* exchange does so in `depart`, when the caller has given the
+device something to compute, and both copies run beside that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from keel._versions import backend_of
+from keel._versions import backend_of, profiler_range
 from keel.distributed.failures import failure
 from keel.distributed.lanes import Lane, lane_of
 from keel.distributed.plan import Exchange
@@ -29,6 +32,10 @@ from keel.distributed.plan import Exchange
 Tensor = torch.Tensor
 
 logger = logging.getLogger("keel")
+
+STAGING = "keel:all_to_all through host memory"
+"""The range around copies that are communication; reports about overlap know its prefix.
+Deferred exchanges have none: they are those of stages, which have ranges of their own."""
 
 
 def queues(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -51,17 +58,43 @@ class AllToAll:
         self._rows, self._counts = rows, (recv_counts, send_counts)
         self._group, self._what = group, what
         self._work: Any = None
+        self._copied: Any = None
+        self._deferred = False
         self._host = (self.received, rows)
         self._staged = _needs_staging(rows, group)
         if self._staged:
             _say_staged()
             self._host = (_pinned(self.received), _pinned(rows))
 
-    def start(self, lane: Lane) -> None:
+    @property
+    def staged(self) -> bool:
+        """Whether rows go through host memory."""
+        return self._staged
+
+    def start(
+        self, lane: Lane, *, on_start: Callable[[], None] | None = None, deferred: bool = False
+    ) -> None:
+        """Begins. `on_start` queues what says so, right before the collective is queued."""
+        self._deferred = deferred
+        if self._staged:
+            with self._range():
+                self._host[1].copy_(self._rows, non_blocking=True)
+            self._copied = lane.mark()
+        if on_start is not None:
+            on_start()
+        if not deferred:
+            self.depart()
+
+    def _range(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._deferred else profiler_range(STAGING)
+
+    def depart(self) -> None:
+        """Hands the rows to the backend, once; where they are copied first, waits for the copy."""
+        if self._work is not None:
+            return
         received, sent = self._host
         if self._staged:
-            sent.copy_(self._rows, non_blocking=True)
-            lane.mark().synchronize()
+            self._copied.synchronize()
         if not queues(self._group, self._rows.device):  # gloo knows few dtypes
             received, sent = received.view(torch.uint8), sent.view(torch.uint8)
         self._work = dist.all_to_all_single(
@@ -69,12 +102,14 @@ class AllToAll:
         )
 
     def finish(self) -> None:
+        self.depart()
         try:
             self._work.wait()
         except RuntimeError as error:
             raise failure(self._what, self._group, error) from error
         if self._staged:
-            self.received.copy_(self._host[0], non_blocking=True)
+            with self._range():
+                self.received.copy_(self._host[0], non_blocking=True)
 
 
 def _needs_staging(rows: Tensor, group: dist.ProcessGroup) -> bool:
@@ -104,17 +139,28 @@ class Flight:
         group: dist.ProcessGroup,
         counts: tuple[list[int], list[int]],
         what: str,
+        *,
+        on_start: Callable[[], None] | None = None,
+        deferred: bool = False,
     ) -> None:
-        """tensors: (rows, ...); counts: rows to and from each rank of the group."""
+        """tensors: (rows, ...); counts: rows to and from each rank of the group.
+
+        `deferred` lets an exchange through host memory begin in `depart`; others it leaves alone.
+        """
         self.lane = lane_of(tensors[0].device)
         self.flat = [_flat(x) for x in tensors]
         self.widths = [x.shape[1] for x in self.flat]
         self._sent = self.flat[0].new_empty(sum(counts[0]), sum(self.widths))
         self._transfer = AllToAll(self._sent, *counts, group, what)
         self._landed = False
+        self._deferred = deferred and self._transfer.staged
+        if self._deferred:
+            self._prepare()  # what comes back is then written beside what the caller queues
         with self.lane.behind_caller():
             self._pack(self._sent.split(self.widths, 1))
-            self._transfer.start(self.lane)
+            self._transfer.start(self.lane, on_start=on_start, deferred=self._deferred)
+        if self._deferred:
+            self._mark = self.lane.mark()
         if queues(group, self._sent.device):
             self.land()
 
@@ -130,14 +176,20 @@ class Flight:
         if self._landed:
             return
         self._landed = True
-        self._prepare()
-        with self.lane.behind_caller():
+        if not self._deferred:
+            self._prepare()
+        lane = self.lane
+        with lane.beside_caller() if self._deferred else lane.behind_caller():
             self._transfer.finish()
             self._unpack(self._transfer.received.split(self.widths, 1))
         self._mark = self.lane.mark()
 
     def _prepare(self) -> None:
         """Allocates, on the caller's stream, what `_unpack` needs."""
+
+    def depart(self) -> None:
+        """Begins what was deferred, on all ranks in the same order."""
+        self._transfer.depart()
 
     def pass_on(self) -> None:
         """The same for exchanges in two steps: begins the second. Here there is none."""
@@ -160,11 +212,17 @@ class Cast(Flight):
     """Wanted rows of several tensors (rows, ...) on their way; they travel as one."""
 
     def __init__(
-        self, tensors: Sequence[Tensor], exchange: Exchange, group: dist.ProcessGroup, what: str
+        self,
+        tensors: Sequence[Tensor],
+        exchange: Exchange,
+        group: dist.ProcessGroup,
+        what: str,
+        **options: Any,
     ) -> None:
         self._shapes = [x.shape[1:] for x in tensors]
         self._index = exchange.tensors(tensors[0].device)
-        super().__init__(tensors, group, (exchange.send_counts, exchange.recv_counts), what)
+        counts = (exchange.send_counts, exchange.recv_counts)
+        super().__init__(tensors, group, counts, what, **options)
 
     def _pack(self, parts: Sequence[Tensor]) -> None:
         _pick(self.flat, parts, self._index.send_rows)
@@ -196,10 +254,16 @@ class Reduce(Flight):
     """Rows (wanted rows, ...) on their way back to their owners, to be added there."""
 
     def __init__(
-        self, tensors: Sequence[Tensor], exchange: Exchange, group: dist.ProcessGroup, what: str
+        self,
+        tensors: Sequence[Tensor],
+        exchange: Exchange,
+        group: dist.ProcessGroup,
+        what: str,
+        **options: Any,
     ) -> None:
         self._exchange = exchange
-        super().__init__(tensors, group, (exchange.recv_counts, exchange.send_counts), what)
+        counts = (exchange.recv_counts, exchange.send_counts)
+        super().__init__(tensors, group, counts, what, **options)
 
     def _pack(self, parts: Sequence[Tensor]) -> None:
         back = self._exchange.tensors(self._sent.device).arrival

@@ -8,7 +8,7 @@ node first, so that one sum crosses. A rank's *pool* is its own rows, then what 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,12 +133,24 @@ class RoutedCast:
     second begins with `pass_on`, which waits for the first; `wait` does what is left.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], route: Route, links: Links, what: str) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        route: Route,
+        links: Links,
+        what: str,
+        *,
+        on_start: Callable[[], None] | None = None,
+    ) -> None:
         self._tensors, self._route, self._links, self._what = tensors, route, links, what
-        self._outside = Cast(tensors, route.between, links.between, f"{what}, between nodes")
+        first = f"{what}, between nodes"
+        self._outside = Cast(tensors, route.between, links.between, first, on_start=on_start)
         self._inside: Cast | None = None
         if queues(links.between, tensors[0].device):
             self.pass_on()
+
+    def depart(self) -> None:
+        """Neither step is deferred."""
 
     def pass_on(self) -> None:
         if self._inside is not None:
@@ -163,12 +175,24 @@ class RoutedCast:
 class RoutedReduce:
     """`Reduce` over two links: sums of a node cross once. Steps begin as in `RoutedCast`."""
 
-    def __init__(self, tensors: Sequence[Tensor], route: Route, links: Links, what: str) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        route: Route,
+        links: Links,
+        what: str,
+        *,
+        on_start: Callable[[], None] | None = None,
+    ) -> None:
         self._tensors, self._route, self._links, self._what = tensors, route, links, what
-        self._inside = Reduce(tensors, route.inside, links.inside, f"{what}, inside the node")
+        first = f"{what}, inside the node"
+        self._inside = Reduce(tensors, route.inside, links.inside, first, on_start=on_start)
         self._outside: Reduce | None = None
         if queues(links.inside, tensors[0].device):
             self.pass_on()
+
+    def depart(self) -> None:
+        """Neither step is deferred."""
 
     def pass_on(self) -> None:
         if self._outside is not None:

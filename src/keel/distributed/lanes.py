@@ -36,6 +36,12 @@ class Lane:
         with self._streams.stream(self._stream):
             yield
 
+    @contextlib.contextmanager
+    def beside_caller(self) -> Iterator[None]:
+        """The same, behind what was queued here alone: for memory that the lane already has."""
+        with self._streams.stream(self._stream):
+            yield
+
     def mark(self) -> Any:
         """An event behind all that is queued here."""
         return self._stream.record_event()
@@ -54,6 +60,8 @@ class NoLane(Lane):
     @contextlib.contextmanager
     def behind_caller(self) -> Iterator[None]:
         yield
+
+    beside_caller = behind_caller
 
     def mark(self) -> None:
         return None

@@ -3,6 +3,7 @@
 `analyze(["rank0.json.gz", ...])` reads any torch.profiler trace; `measure()` profiles a block.
 """
 
+from keel.overlap.barrier import KernelBarrier, barrier_misses
 from keel.overlap.classify import Kind, Rules
 from keel.overlap.control import Lever, OverlapConfig, advise, levers
 from keel.overlap.in_process import measure
@@ -13,6 +14,7 @@ from keel.overlap.trace import Timeline, read_traces
 
 __all__ = [
     "Comparison",
+    "KernelBarrier",
     "Kind",
     "Lever",
     "OverlapConfig",
@@ -23,6 +25,7 @@ __all__ = [
     "TraceError",
     "advise",
     "analyze",
+    "barrier_misses",
     "compare",
     "levers",
     "measure",

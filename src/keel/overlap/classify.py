@@ -44,8 +44,10 @@ COMPUTE = (
 WAITING = r"^(context|stream|event|device|cuda)\s*(sync|wait)"
 """Names of waits; some converters file them under kernels."""
 PEER_COPY = r"ptop|peer|p2p"
-COLLECTIVE_RANGE = r"^(nccl|rccl|gloo|ucc|mpi|xccl|c10d):"
-"""Ranges that torch opens around collectives: copies inside are those of copy engines."""
+COLLECTIVE_RANGE = r"^(nccl|rccl|gloo|ucc|mpi|xccl|c10d|keel):(?!:)|^keel stage"
+"""Ranges that torch opens around collectives: copies inside are those of copy engines. And Keel's
+own, where copies go to the host and back because gloo moves the rows; a profiler files GPU work
+under its innermost range alone, so a stage of `calc_attn` has no second range for them."""
 
 
 @dataclass(frozen=True, kw_only=True)

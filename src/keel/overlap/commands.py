@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from keel.overlap import control
 from keel.overlap.classify import Rules
+from keel.overlap.lab_command import lab
 from keel.overlap.plot import plot_timelines
 from keel.overlap.report import (
     STAGES,
@@ -48,7 +49,7 @@ MAX_ROWS = 12
 def build_app() -> typer.Typer:
     """The commands of `keel overlap`."""
     app = typer.Typer(help="Whether communication hides behind compute.", no_args_is_help=True)
-    for command in (report, compare, advise):
+    for command in (report, compare, advise, lab):
         app.command()(command)
     return app
 

@@ -25,10 +25,10 @@ NCCL_CLUSTERS = "NCCL_CGA_CLUSTER_SIZE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapConfig:
-    """SMs that attention leaves to communication, by direction.
+    """SMs that attention leaves to communication, by direction, and whether it waits for it.
 
-    None: what the variables MAGI_ATTENTION_FFA_FORWARD_SM_MARGIN and ..._BACKWARD_SM_MARGIN say,
-    and 0 where they are not set.
+    A margin of None: what the variables MAGI_ATTENTION_FFA_FORWARD_SM_MARGIN and
+    ..._BACKWARD_SM_MARGIN say, and 0 where they are not set.
 
     >>> OverlapConfig(forward_sm_margin=8).margins({BACKWARD_MARGIN: "4"})
     (8, 4)
@@ -36,6 +36,10 @@ class OverlapConfig:
 
     forward_sm_margin: int | None = None
     backward_sm_margin: int | None = None
+    barrier: bool = False
+    """Attention starts only when the exchange launched before it has started (`KernelBarrier`), so
+    that no margin is needed. Two small kernels a stage; without effect where exchanges take no
+    SMs, as with gloo."""
 
     def __post_init__(self) -> None:
         for name in ("forward_sm_margin", "backward_sm_margin"):
@@ -46,6 +50,8 @@ class OverlapConfig:
                 raise TypeError(f"{name} must be a number of SMs or None, got {margin!r}")
             if margin < 0:
                 raise ValueError(f"{name} must be at least 0, got {margin}")
+        if not isinstance(self.barrier, bool):
+            raise TypeError(f"barrier must be True or False, got {self.barrier!r}")
 
     def margins(self, environment: Mapping[str, str] | None = None) -> tuple[int, int]:
         """(forward, backward); `environment` is os.environ unless given."""

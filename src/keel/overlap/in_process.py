@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from keel.overlap.barrier import barrier_misses, warn_of_new_misses
 from keel.overlap.classify import Rules
 from keel.overlap.report import STAGES, Report, analyze_timelines
 from keel.overlap.scan import NoGpuWorkError
@@ -51,7 +52,8 @@ def measure(
 
     Warm up first: compiling and autotuning would be measured too. `trace` keeps the trace
     (.json, .json.gz), for `keel overlap report` over those of all ranks, and for Perfetto. Without
-    a GPU the block runs as it is, and the report says that there is nothing to measure.
+    a GPU the block runs as it is, and the report says that there is nothing to measure. Waits of a
+    `KernelBarrier` that gave up inside the block are logged.
 
     >>> from keel.overlap import measure
     >>> with measure() as report:
@@ -68,9 +70,11 @@ def measure(
         return
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
+    missed = barrier_misses()
     with torch.profiler.profile(activities=activities) as profiler:
         yield measurement
         torch.cuda.synchronize()
+    warn_of_new_misses(missed)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json" if trace is None else Path(trace)
         profiler.export_chrome_trace(str(path))
