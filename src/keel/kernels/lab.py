@@ -16,7 +16,7 @@ import triton.language as tl
 from keel.kernels import flash_fwd
 from keel.kernels.flash_common import SIZES, num_sms, work_counter
 from keel.kernels.flash_fwd import flash_fwd_kernel
-from keel.kernels.launch import Prepared, Tensors, descriptor
+from keel.kernels.launch import Prepared, Tensors
 from keel.masks import AttnMask
 from keel.meta import Scoring
 
@@ -252,8 +252,8 @@ def _start(kernel: Any, prepared: Prepared, tensors: Tensors, **options: Any) ->
     """Launches, and gives the compiled kernel, which knows its registers and shared memory."""
     arguments: dict[str, Any] = {**prepared.arguments}
     for name, x in tensors.items():
-        rows = prepared.streamed.get(name)
-        arguments[name] = x if rows is None or x is None else descriptor(x, rows)
+        describe = prepared.streamed.get(name)
+        arguments[name] = x if describe is None or x is None else describe(x)
     return kernel[prepared.grid](
         *(arguments[name] for name in kernel.arg_names),
         num_warps=prepared.num_warps,
