@@ -1,24 +1,49 @@
-"""Tiles as the Hopper kernels want them: free to begin at any row and any key.
+"""Tiles as the Hopper kernels want them: free to begin at any row and at any key.
 
-The blocks of `tiling.plan_tiles`, written out per tile. Each tile has one run at least, so that the
-kernel needs no other way for rows that see nothing: theirs is hidden altogether.
+Tiles on a regular grid waste what hangs over the ends of documents. So tiles are also tried that
+begin where documents do, several small documents in one, with blocks of keys counted from the
+first key that a tile sees. What is cheaper by a fitted model of the kernel's time is taken; the
+same model chooses between narrow and wide blocks of keys.
+
+Each tile has one run at least, so that the kernel needs no other way for rows that see nothing:
+theirs is hidden altogether.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from keel.masks.arrays import Ints, ragged_arange
+from keel.masks.intervals import RowIntervals
 from keel.masks.mask import AttnMask
-from keel.tiling import Int32s, TileWork, plan_tiles
+from keel.tiling import (
+    Int32s,
+    Pieces,
+    TileLists,
+    TileWork,
+    draw_row_sets,
+    full_runs,
+    ramps_of,
+    tile_lists,
+    with_partial,
+)
 
 ROWS = 128
 """Rows of a tile, two warpgroups of 64."""
 
 FIELDS = 8
 """Numbers of a tile's record."""
+
+BLOCK_TIME = {128: 1.0, 64: 0.59}
+"""Time of a full block of so many keys against one of 128, measured on an H200."""
+
+TILE_TIME = 0.8
+"""What a tile costs beside its blocks, in full blocks of 128 keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,30 +58,147 @@ class TileRecords:
     row_lo: Int32s
     """(row sets, ROWS): row r of a tile sees keys [lo, hi); in the last set, nothing."""
     row_hi: Int32s
+    block_n: int
     work: TileWork
+
+    @property
+    def time(self) -> float:
+        """By the model, of one head, in full blocks of 128 keys."""
+        return self.work.total * BLOCK_TIME[self.block_n] + self.work.tiles * TILE_TIME
 
 
 @functools.lru_cache(maxsize=128)
-def records_of(mask: AttnMask, block_n: int) -> TileRecords:
-    """The tiles of a mask on a regular grid."""
-    plan = plan_tiles(mask, ROWS, block_n)
-    lists = plan.q
-    lo, hi = (np.append(x.numpy(), np.zeros((1, ROWS), np.int32), axis=0) for x in plan.row_sets)
-    hidden = plan.num_row_sets
-    runs = np.zeros((len(lists.runs) + 2, 4), np.int32)
-    runs[:-2, 0] = lists.runs[:, 0] * block_n
-    runs[:-2, 1] = lists.runs[:, 1] * block_n
-    runs[:-2, 2] = np.maximum(lists.runs[:, 2], 0)
+def best_records(mask: AttnMask, block_ns: tuple[int, ...]) -> TileRecords:
+    """The cheapest tiles of a mask with blocks of one of these numbers of keys."""
+    rows = mask.row_intervals()
+    grid = np.arange(0, mask.tq, ROWS)
+    cuts = [grid]
+    aligned = document_cuts(rows, mask.tq)
+    if not np.array_equal(aligned, grid):
+        cuts.append(aligned)
+    choices = [make_records(rows, mask.tq, starts, n) for n in block_ns for starts in cuts]
+    return min(choices, key=lambda records: records.time)
+
+
+def document_cuts(rows: RowIntervals, tq: int) -> Ints:
+    """First rows of tiles that hold as many whole documents as fit, or a part of one.
+
+    A document begins where rows see only keys behind all that the rows before them saw.
+    """
+    starts = [np.zeros(0, np.int64)]
+    begin = 0
+    bounds = np.append(_document_starts(rows), tq)
+    while begin < tq:
+        at = int(np.searchsorted(bounds, begin + ROWS, side="right")) - 1
+        if bounds[at] > begin:  # whole documents
+            starts.append(np.array([begin]))
+            begin = int(bounds[at])
+        else:  # inside of a long one
+            count = (int(bounds[at + 1]) - begin) // ROWS
+            starts.append(begin + ROWS * np.arange(count))
+            begin += ROWS * count
+    return np.concatenate(starts)
+
+
+def _document_starts(rows: RowIntervals) -> Ints:
+    """Rows, ascending, that begin a document; 0 is one of them."""
+    if len(rows.start) == 0:
+        return np.zeros(1, np.int64)
+    strip = rows.strip
+    first, last = rows.start[strip], rows.end[strip] - 1
+    ends = [
+        (base + slope * row)
+        for base, slope in ((rows.lo_base, rows.lo_slope), (rows.hi_base, rows.hi_slope))
+        for row in (first, last)
+    ]
+    low = np.minimum.reduceat(np.minimum(ends[0], ends[1]), rows.ptr[:-1])
+    high = np.maximum.reduceat(np.maximum(ends[2], ends[3]), rows.ptr[:-1])
+    seen = np.maximum.accumulate(high)
+    begins = np.append(True, low[1:] >= seen[:-1])
+    return np.union1d([0], rows.start[begins])
+
+
+def make_records(rows: RowIntervals, tq: int, starts: Ints, block_n: int) -> TileRecords:
+    """Records of the tiles that begin at these rows and end where the next one begins."""
+    num_tiles = len(starts)
+    ends = np.append(starts[1:], tq)
+    pieces = _cut(rows, starts, ends)
+    origin = np.full(num_tiles, np.iinfo(np.int64).max)
+    np.minimum.at(origin, pieces.tile, pieces.lo_first)
+    origin[origin == np.iinfo(np.int64).max] = 0
+    # from here on, rows and keys are counted from where their tile begins to see any
+    shift, place = origin[pieces.tile], pieces.tile * ROWS - starts[pieces.tile]
+    pieces = Pieces(
+        *(pieces.tile, pieces.index, pieces.a + place, pieces.b + place),
+        *(pieces.lo_first - shift, pieces.lo_last - shift),
+        *(pieces.hi_first - shift, pieces.hi_last - shift),
+    )
+    num_k = -(-int(pieces.hi_last.max(initial=0)) // block_n)
+    num_sets = np.zeros(num_tiles, np.int64)
+    np.maximum.at(num_sets, pieces.tile, pieces.index + 1)
+    set_base = np.cumsum(num_sets) - num_sets
+    full = full_runs(pieces, num_k, ends - starts, block_n)
+    blocks = with_partial(full, pieces, num_sets, num_k, block_n)
+    row_set = np.where(blocks.index < 0, 0, set_base[blocks.lane] + blocks.index)
+    lists = tile_lists(blocks, num_tiles, row_set)
+    ramps = torch.from_numpy(ramps_of(pieces, set_base, ROWS))
+    lo, hi = (x.numpy() for x in draw_row_sets(ramps, int(num_sets.sum()) + 1, ROWS))
+    first_key = np.append(np.repeat(origin, num_sets), 0).astype(np.int32)[:, None]
+    return _written_out(lists, starts, ends, origin, lo + first_key, hi + first_key, block_n)
+
+
+def _cut(rows: RowIntervals, starts: Ints, ends: Ints) -> Pieces:
+    """Row intervals cut at tiles that begin and end anywhere."""
+    strip = rows.strip
+    begin, end = rows.start[strip], rows.end[strip]
+    first_tile = np.searchsorted(starts, begin, side="right") - 1
+    count = np.searchsorted(starts, end - 1, side="right") - first_tile
+    which = np.repeat(np.arange(len(strip)), count)
+    tile = first_tile[which] + ragged_arange(count)
+    a, b = np.maximum(begin[which], starts[tile]), np.minimum(end[which], ends[tile])
+    lo_base, lo_slope = rows.lo_base[which], rows.lo_slope[which]
+    hi_base, hi_slope = rows.hi_base[which], rows.hi_slope[which]
+    return Pieces(
+        *(tile, rows.index[which], a, b),
+        *(lo_base + lo_slope * a, lo_base + lo_slope * (b - 1)),
+        *(hi_base + hi_slope * a, hi_base + hi_slope * (b - 1)),
+    )
+
+
+def _written_out(
+    lists: TileLists,
+    starts: Ints,
+    ends: Ints,
+    origin: Ints,
+    row_lo: Int32s,
+    row_hi: Int32s,
+    block_n: int,
+) -> TileRecords:
     nowhere = len(lists.runs)  # the run of tiles that see nothing
-    runs[nowhere] = (0, block_n, hidden, 0)
+    runs = np.zeros((nowhere + 2, 4), np.int32)
+    shift = np.repeat(origin, np.diff(lists.ptr))
+    runs[:nowhere, 0] = lists.runs[:, 0] * block_n + shift
+    runs[:nowhere, 1] = lists.runs[:, 1] * block_n + shift
+    runs[:nowhere, 2] = lists.runs[:, 2]
+    runs[nowhere] = (0, block_n, len(row_lo) - 1, 0)
     tile = lists.order
     first, split, last = lists.ptr[tile], lists.split[tile], lists.ptr[tile + 1]
     nothing = first == last
     first = np.where(nothing, nowhere, first)
     split, last = (np.where(nothing, nowhere + 1, x) for x in (split, last))
     tiles = np.zeros((len(tile), FIELDS), np.int32)
-    tiles[:, 0] = tile * ROWS
-    tiles[:, 1] = np.minimum(tiles[:, 0] + ROWS, mask.tq)
-    tiles[:, 2], tiles[:, 3], tiles[:, 4] = first, split, last
-    tiles[:, 5], tiles[:, 6], tiles[:, 7] = runs[first, 2], runs[first, 0], runs[first, 1]
-    return TileRecords(tiles, runs, lo, hi, lists.work)
+    for column, values in enumerate(
+        (starts[tile], ends[tile], first, split, last, runs[first, 2], runs[first, 0])
+    ):
+        tiles[:, column] = values
+    tiles[:, 7] = runs[first, 1]
+    return TileRecords(tiles, runs, row_lo, row_hi, block_n, lists.work)
+
+
+def blocks_of(records: TileRecords) -> Iterable[tuple[int, int, int, int, int]]:
+    """(first row, end of rows, first key, end of keys, row set or -1) of every block."""
+    for row0, row_end, first, split, last, *_ in records.tiles.tolist():
+        for run in range(first, last):
+            key, end, row_set, _ = records.runs[run].tolist()
+            for k in range(key, end, records.block_n):
+                yield row0, row_end, k, k + records.block_n, row_set if run < split else -1

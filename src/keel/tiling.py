@@ -96,7 +96,7 @@ class TilePlan:
         set_base[q tile] + r.
         """
         flipped = _transpose(self.blocks, self.num_q_tiles, self.num_k_tiles)
-        return _lists(flipped, self.num_k_tiles, flipped.index)
+        return tile_lists(flipped, self.num_k_tiles, flipped.index)
 
     @functools.cached_property
     def num_full(self) -> int:
@@ -155,24 +155,24 @@ def plan_tiles(mask: AttnMask, block_m: int, block_n: int) -> TilePlan:
     num_sets = np.zeros(num_q, np.int64)
     np.maximum.at(num_sets, pieces.tile, pieces.index + 1)
     set_base = np.cumsum(num_sets) - num_sets
-    full = _full_runs(pieces, num_k, block_m, block_n)
-    runs = _with_partial(full, pieces, num_sets, num_k, block_n)
+    full = full_runs(pieces, num_k, np.full(num_q, block_m), block_n)
+    runs = with_partial(full, pieces, num_sets, num_k, block_n)
     row_set = np.where(runs.index < 0, -1, set_base[runs.lane] + runs.index)
     return TilePlan(
         tq=mask.tq,
         tk=mask.tk,
         block_m=block_m,
         block_n=block_n,
-        q=_lists(runs, num_q, row_set),
+        q=tile_lists(runs, num_q, row_set),
         blocks=runs,
         set_base=set_base.astype(np.int32),
         num_row_sets=int(num_sets.sum()),
-        ramps=_ramps(pieces, set_base, block_m),
+        ramps=ramps_of(pieces, set_base, block_m),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Pieces:
+class Pieces:
     """Row intervals cut at q tiles: rows [a, b) of a tile see [lo, hi), both affine."""
 
     tile: Ints
@@ -198,7 +198,7 @@ class _Runs:
     end: Ints
 
 
-def _cut_at_tiles(rows: RowIntervals, block_m: int) -> _Pieces:
+def _cut_at_tiles(rows: RowIntervals, block_m: int) -> Pieces:
     strip = rows.strip
     start, end = rows.start[strip], rows.end[strip]
     first_tile = start // block_m
@@ -209,15 +209,15 @@ def _cut_at_tiles(rows: RowIntervals, block_m: int) -> _Pieces:
     b = np.minimum(end[which], (tile + 1) * block_m)
     lo_base, lo_slope = rows.lo_base[which], rows.lo_slope[which]
     hi_base, hi_slope = rows.hi_base[which], rows.hi_slope[which]
-    return _Pieces(
+    return Pieces(
         *(tile, rows.index[which], a, b),
         *(lo_base + lo_slope * a, lo_base + lo_slope * (b - 1)),
         *(hi_base + hi_slope * a, hi_base + hi_slope * (b - 1)),
     )
 
 
-def _full_runs(pieces: _Pieces, num_k: int, block_m: int, block_n: int) -> _Runs:
-    """A block is full when pieces that span its k tile hold block_m rows together."""
+def full_runs(pieces: Pieces, num_k: int, rows: Ints, block_n: int) -> _Runs:
+    """A block is full when pieces that span its k tile hold all rows of its tile together."""
     start, end = -(-pieces.lo_last // block_n), pieces.hi_first // block_n
     spans = start < end
     lane, first, last = _sweep(
@@ -226,12 +226,12 @@ def _full_runs(pieces: _Pieces, num_k: int, block_m: int, block_n: int) -> _Runs
         end[spans],
         (pieces.b - pieces.a)[spans],
         num_k,
-        need=block_m,
+        need=rows,
     )
     return _Runs(lane, np.full(len(lane), -1), first, last)
 
 
-def _with_partial(full: _Runs, pieces: _Pieces, num_sets: Ints, num_k: int, block_n: int) -> _Runs:
+def with_partial(full: _Runs, pieces: Pieces, num_sets: Ints, num_k: int, block_n: int) -> _Runs:
     """All runs, by (tile, set): the k tiles that pieces touch, less the full ones; full last."""
     sets = int(num_sets.max(initial=0)) + 1  # one more for the full runs
     copies = num_sets[full.lane]  # a full block is taken out of every set of its tile
@@ -253,15 +253,16 @@ def _with_partial(full: _Runs, pieces: _Pieces, num_sets: Ints, num_k: int, bloc
 
 
 def _sweep(
-    lane: Ints, start: Ints, end: Ints, weight: Ints, length: int, need: int | None = None
+    lane: Ints, start: Ints, end: Ints, weight: Ints, length: int, need: Ints | None = None
 ) -> tuple[Ints, Ints, Ints]:
-    """Maximal segments of each lane whose weights sum to `need` (default: to more than 0)."""
+    """Maximal segments of each lane whose weights sum to its `need` (default: to more than 0)."""
     stride = length + 1
     key = np.concatenate([lane * stride + start, lane * stride + end])
     change = np.concatenate([weight, -weight])
     key, order = sort_with_index(key)
     level = np.cumsum(change[order])[:-1]
-    inside = (key[1:] > key[:-1]) & (level > 0 if need is None else level == need)
+    enough = level > 0 if need is None else level == need[key[:-1] // stride]
+    inside = (key[1:] > key[:-1]) & enough
     first, last = key[:-1][inside], key[1:][inside]
     touches = first[1:] == last[:-1]
     first = first[np.append(True, ~touches)[: len(first)]]
@@ -313,7 +314,7 @@ def _cells(lane: Ints, start: Ints, end: Ints, stride: int) -> Ints:
     return np.sort(cells)
 
 
-def _lists(runs: _Runs, num_lanes: int, row_set: Ints) -> TileLists:
+def tile_lists(runs: _Runs, num_lanes: int, row_set: Ints) -> TileLists:
     is_partial = runs.index >= 0
     ptr = np.concatenate([[0], np.cumsum(np.bincount(runs.lane, minlength=num_lanes))])
     split = ptr[:-1] + np.bincount(runs.lane[is_partial], minlength=num_lanes)
@@ -336,7 +337,7 @@ def _columns(*columns: Ints) -> Int32s:
     return table
 
 
-def _ramps(pieces: _Pieces, set_base: Ints, block_m: int) -> Int32s:
+def ramps_of(pieces: Pieces, set_base: Ints, block_m: int) -> Int32s:
     rows = pieces.b - pieces.a
     steps = np.maximum(rows - 1, 1)
     return _columns(

@@ -14,7 +14,7 @@ from keel.kernels.flash_common import compute_capability, num_sms, section_heads
 from keel.kernels.launch import INTERPRETED, Prepared, launch
 from keel.masks import AttnMask
 from keel.meta import Scoring
-from keel.tile_records import ROWS, TileRecords, records_of
+from keel.tile_records import ROWS, TileRecords, best_records
 
 if TYPE_CHECKING:
     from keel.kernels.hopper_fwd import Form
@@ -37,12 +37,18 @@ def hopper_problem(
     if max(q.shape[2], v.shape[2]) > 256:
         return f"head dims are {q.shape[2]} and {v.shape[2]}, at most 256 are supported"
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.stride(2) != 1 or x.shape[2] % 8 or any(n % 8 for n in x.stride()[:2]):
+        if not _can_be_described(x):
             return (
                 f"{name} of shape {tuple(x.shape)} has strides {x.stride()}: the last must be 1, "
                 "head dim and the others multiples of 8 numbers (16 bytes)"
             )
     return None
+
+
+def _can_be_described(x: torch.Tensor) -> bool:
+    """Whether TMA can take (tokens, heads, dim) of a 16-bit dtype, once it is aligned."""
+    tokens, heads, _ = x.stride()
+    return x.stride(2) == 1 and x.shape[2] % 8 == tokens % 8 == heads % 8 == 0
 
 
 @functools.cache
@@ -55,20 +61,29 @@ def _has_gluon() -> bool:
         return False
 
 
-def choose_form(d: int, dv: int, *, out_matches: bool, **options: bool) -> Form:
-    """Blocks that fit into shared memory and registers; measured on an H200.
+def block_ns(d: int, dv: int, has_softcap: bool) -> tuple[int, ...]:
+    """Keys of a block that registers and shared memory leave room for."""
+    return (64, 128) if block_of(d) + block_of(dv) <= 256 and not has_softcap else (64,)
 
-    out_matches: out has the dtype of q, and layout enough to be written by TMA.
+
+def choose_form(d: int, dv: int, bn: int, *, out_matches: bool, **options: bool) -> Form:
+    """What is compiled for head dims and blocks of bn keys.
+
+    out_matches: out has the dtype of q, and a layout that TMA can write.
     """
     from keel.kernels.hopper_fwd import Form
 
     block_d, block_dv = block_of(d), block_of(dv)
     small = block_d + block_dv <= 256
-    bn = 128 if small and not options.get("has_softcap") else 64
-    buffers = 2 if small else 1
-    staged = buffers == 2 and block_d == block_dv and out_matches and not options.get("accumulate")
-    columns = dv if dv < block_dv else 0
-    return Form(block_d, block_dv, bn, 2, buffers, staged, columns, **options)
+    staged = small and block_d == block_dv and out_matches and not options.get("accumulate")
+    return Form(
+        *(block_d, block_dv, bn),
+        stages=3 if small and bn == 64 else 2,
+        q_buffers=2 if small else 1,
+        staged=staged,
+        columns=dv if dv < block_dv else 0,
+        **options,
+    )
 
 
 def block_of(dim: int) -> int:
@@ -128,17 +143,19 @@ def _prepare(
 ) -> Prepared | None:
     hq, d = q.shape[1:]
     tk, hk, dv = v.shape
+    softcap = scoring.softcap > 0
+    records = best_records(mask, block_ns(d, dv, softcap) if form is None else (form.bn,))
     if form is None:
         form = choose_form(
-            d,
-            dv,
-            out_matches=out.dtype == q.dtype and out.data_ptr() % 16 == 0 and dv % 8 == 0,
+            *(d, dv, records.block_n),
+            out_matches=out.dtype == q.dtype
+            and out.data_ptr() % 16 == 0
+            and out.stride(1) % 8 == 0,
             has_sink=scoring.sink is not None,
-            has_softcap=scoring.softcap > 0,
+            has_softcap=softcap,
             want_max=max_logits is not None,
             accumulate=accumulate,
         )
-    records = records_of(mask, form.bn)
     num_work = len(records.tiles) * hq
     if num_work == 0:
         return None

@@ -1,0 +1,106 @@
+"""Records of tiles that begin anywhere: every pair once, full blocks full, documents not cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.strategies import attn_masks
+
+from keel import masks
+from keel.masks import AttnMask
+from keel.tile_records import (
+    ROWS,
+    TileRecords,
+    best_records,
+    blocks_of,
+    document_cuts,
+    make_records,
+)
+
+
+def covered(records: TileRecords, mask: AttnMask) -> torch.Tensor:
+    """How often the kernel lets a pair through, (tq, tk); keys past the end count as wrong."""
+    count = torch.zeros(mask.tq, mask.tk + records.block_n, dtype=torch.int64)
+    for row0, row_end, key, end, row_set in blocks_of(records):
+        rows = row_end - row0
+        if row_set < 0:
+            count[row0:row_end, key:end] += 1
+            continue
+        lo, hi = (torch.from_numpy(x[row_set, :rows]) for x in (records.row_lo, records.row_hi))
+        j = torch.arange(key, end)
+        count[row0:row_end, key:end] += (j >= lo[:, None]) & (j < hi[:, None])
+    assert not count[:, mask.tk :].any()
+    return count[:, : mask.tk]
+
+
+def check(records: TileRecords, mask: AttnMask) -> None:
+    assert torch.equal(covered(records, mask), mask.to_dense().long())
+    rows = sorted((row0, end) for row0, end, *_ in records.tiles.tolist())
+    assert [a for a, _ in rows[1:]] == [b for _, b in rows[:-1]]  # one after the other
+    assert all(0 < b - a <= ROWS for a, b in rows)
+    if rows:
+        assert (rows[0][0], rows[-1][1]) == (0, mask.tq)
+    for _, _, first, split, last, row_set, key, end in records.tiles.tolist():
+        assert first < last and first <= split <= last
+        assert records.runs[first, :3].tolist() == [key, end, row_set]
+        assert (records.runs[first:last, 1] > records.runs[first:last, 0]).all()
+    hidden = records.row_lo[-1], records.row_hi[-1]
+    assert (hidden[0] >= hidden[1]).all()
+
+
+@settings(max_examples=150)
+@given(attn_masks(max_tokens=400), st.sampled_from([64, 128]), st.data())
+def test_every_pair_once(mask, block_n, data):
+    rows = mask.row_intervals()
+    cuts = [0]
+    while cuts[-1] + ROWS < mask.tq:
+        cuts.append(cuts[-1] + data.draw(st.integers(1, ROWS)))
+    check(make_records(rows, mask.tq, np.array(cuts[: mask.tq], np.int64), block_n), mask)
+    check(make_records(rows, mask.tq, document_cuts(rows, mask.tq), block_n), mask)
+    check(best_records(mask, (64, 128)), mask)
+
+
+def test_tiles_begin_with_documents():
+    mask = masks.documents([0, 300, 310, 330, 1000], causal=True)
+    cuts = document_cuts(mask.row_intervals(), 1000)
+    # the end of the first document is one tile with the next two
+    assert cuts.tolist() == [0, 128, 256, 330, 458, 586, 714, 842, 970]
+    records = make_records(mask.row_intervals(), 1000, cuts, 64)
+    blocks = [b for b in blocks_of(records) if b[0] == 330]
+    assert [(b[2], b[3]) for b in blocks] == [(330, 394), (394, 458)]
+    assert [b[4] < 0 for b in blocks] == [False, False]
+
+
+def test_small_documents_share_tiles():
+    mask = masks.documents(range(0, 1001, 20), causal=True)
+    records = best_records(mask, (128,))
+    assert len(records.tiles) == 9  # six of 20 rows in each, two in the last
+    assert all(end - key == 128 for *_, key, end in records.tiles.tolist())
+
+
+def test_plain_masks_stay_on_the_grid():
+    for mask in (masks.causal(1000), masks.full(1000), masks.sliding_window(1000, left=200)):
+        assert document_cuts(mask.row_intervals(), 1000).tolist() == list(range(0, 1000, ROWS))
+
+
+@pytest.mark.parametrize(
+    ("mask", "block_n"),
+    [
+        (masks.causal(8192), 128),
+        (masks.sliding_window(8192, left=32), 64),
+        (masks.sliding_window(8192, left=1024), 128),
+    ],
+)
+def test_narrow_blocks_for_short_rows(mask, block_n):
+    assert best_records(mask, (64, 128)).block_n == block_n
+
+
+def test_rows_that_see_nothing_have_a_tile():
+    mask = AttnMask([], 300, 50)
+    records = best_records(mask, (64,))
+    check(records, mask)
+    assert len(records.tiles) == 3
+    assert len(best_records(masks.full(0, 5), (64,)).tiles) == 0
