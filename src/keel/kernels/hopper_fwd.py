@@ -101,6 +101,8 @@ class Form:
     """Results leave through shared memory, in the place of their queries, by TMA."""
     columns: int = 0
     """Of out, where fewer than dv."""
+    early: bool = False
+    """The first scores of the next tile are begun before the last values of a tile are in."""
     has_sink: bool = False
     has_softcap: bool = False
     want_max: bool = False
@@ -439,6 +441,19 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0,
 
 
 @gluon.jit
+def first_scores(cid: gl.constexpr, ring, form: gl.constexpr, tile, turn, count, zero):
+    """Begins Q·Kᵀ of a tile's first block; behind the last tile, of what happens to be there."""
+    buffer = turn % form.Q_BUFFERS
+    stage = count % form.STAGES
+    if tile.row0 >= 0:
+        mbarrier.wait(ring.q_full.index(buffer), (turn // form.Q_BUFFERS) & 1)
+        mbarrier.wait(ring.k_full.index(stage), (count // form.STAGES) & 1)
+    return warpgroup_mma(ring.q.index(2 * buffer + cid).reshape([HALF, form.D]),
+                         ring.k.index(stage).reshape([form.BN, form.D]).permute((1, 0)), zero,
+                         use_acc=False, is_async=True)
+
+
+@gluon.jit
 def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     BN: gl.constexpr = form.BN
     DV: gl.constexpr = form.DV
@@ -466,22 +481,22 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     old_row0 = 0
     old_end = 0
     old_head = 0
+    if form.EARLY:
+        s = first_scores(cid, ring, form, tile, turn, count, zero)
     while tile.row0 >= 0:
         buffer = turn % form.Q_BUFFERS
-        if form.Q_BUFFERS == 1:
-            if turn > 0:
-                put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, 0, acc,
-                         total, top2, raw_top, seen, mine, o_l)
-        mbarrier.wait(ring.q_full.index(buffer), (turn // form.Q_BUFFERS) & 1)
-        stage = count % form.STAGES
-        mbarrier.wait(ring.k_full.index(stage), (count // form.STAGES) & 1)
+        if not form.EARLY:
+            if form.Q_BUFFERS == 1:
+                if turn > 0:
+                    put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, 0, acc,
+                             total, top2, raw_top, seen, mine, o_l)
+            s = first_scores(cid, ring, form, tile, turn, count, zero)
+            if form.Q_BUFFERS == 2:
+                if turn > 0:
+                    put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head,
+                             buffer ^ 1, acc, total, top2, raw_top, seen, mine, o_l)
         q = ring.q.index(2 * buffer + cid).reshape([HALF, form.D])
-        s = warpgroup_mma(q, ring.k.index(stage).reshape([BN, form.D]).permute((1, 0)), zero,
-                          use_acc=False, is_async=True)
-        if form.Q_BUFFERS == 2:
-            if turn > 0:
-                put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, buffer ^ 1,
-                         acc, total, top2, raw_top, seen, mine, o_l)
+        stage = count % form.STAGES
         if form.WANT_MAX:
             seen = gl.load(inputs.MAX_LOGITS + tile.head)
         s = warpgroup_mma_wait(0, [s])
@@ -536,13 +551,23 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         old_end = tile.row_end
         old_head = tile.head
         turn += 1
+        count += 1
         tile, lo, hi = next_tile(inputs, ring, turn, mine)
         total = gl.convert_layout(gl.sum(sums, 1), srow_l)
-        acc = warpgroup_mma_wait(0, [acc])
-        mark(V_FREE + stage)
-        count += 1
-    put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head,
-             (turn + 1) % form.Q_BUFFERS, acc, total, top2, raw_top, seen, mine, o_l)
+        if form.EARLY:
+            s = first_scores(cid, ring, form, tile, turn, count, zero)
+            acc = warpgroup_mma_wait(1, [acc])
+            mark(V_FREE + stage)
+            put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, buffer, acc,
+                     total, top2, raw_top, seen, mine, o_l)
+        else:
+            acc = warpgroup_mma_wait(0, [acc])
+            mark(V_FREE + stage)
+    if form.EARLY:
+        warpgroup_mma_wait(0, [s])
+    else:
+        put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head,
+                 (turn + 1) % form.Q_BUFFERS, acc, total, top2, raw_top, seen, mine, o_l)
     tma.store_wait(0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,6 +81,7 @@ def choose_form(d: int, dv: int, bn: int, *, out_matches: bool, **options: bool)
         *(block_d, block_dv, bn),
         stages=3 if small and bn == 64 else 2,
         q_buffers=2 if small else 1,
+        early=small,
         staged=staged,
         columns=dv if dv < block_dv else 0,
         **options,
@@ -161,9 +163,13 @@ def _prepare(
         return None
     section = section_heads(hq, hk, tk * (d + dv) * k.element_size(), records.work, q.device)
     rows = ROWS // 2
-    boxes = {"Q": (rows, form.d), "K": (form.bn, form.d), "V": (form.bn, form.dv)}
+    streamed = {
+        "Q": _describing(q, (rows, form.d)),
+        "K": _describing(k, (form.bn, form.d)),
+        "V": _describing(v, (form.bn, form.dv)),
+    }
     if form.staged:
-        boxes["O"] = (rows, form.dv)
+        streamed["O"] = _describing(out, (rows, form.dv))
     return Prepared(
         (min(num_sms(q.device) - sm_margin, num_work),),
         {
@@ -174,17 +180,32 @@ def _prepare(
             **{"stride_ot": out.stride(0), "stride_oh": out.stride(1)},
         },
         num_warps=4,
-        streamed={name: functools.partial(_descriptor, box=box) for name, box in boxes.items()},
+        streamed=streamed,
         left_out=() if form.staged else ("O",),
     )
 
 
-def _descriptor(x: torch.Tensor, box: tuple[int, int]) -> Any:
-    """Rows of one head of (tokens, heads, dim), as a TMA descriptor."""
+def _describing(x: torch.Tensor, box: tuple[int, int]) -> Callable[[torch.Tensor], Any]:
+    """Makes TMA descriptors of tensors (tokens, heads, dim) with the layout of x; boxes hold rows
+    of one head.
+
+    Later ones are copies of the first: checking each anew takes longer than a launch.
+    """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     block = [box[0], 1, box[1]]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _layout(x.dtype, *block))
+    layout = _layout(x.dtype, *block)
+    fields = vars(TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)) | {
+        "base": None  # the first tensor must not live on
+    }
+
+    def describe(x: torch.Tensor) -> Any:
+        made = TensorDescriptor.__new__(TensorDescriptor)
+        vars(made).update(fields)
+        made.base = x
+        return made
+
+    return describe
 
 
 @functools.cache
