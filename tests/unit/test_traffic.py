@@ -117,7 +117,7 @@ def test_relief_counts_right_and_keeps_shares(
     work = tile_work(mask, unit)
     owner = np.array(data.draw(st.permutations([n % num_ranks for n in range(len(work))])))
     views = views_of(keys_seen(mask, unit), np.array(bounds[:-1]), mask.tk, unit)
-    most_work = 1.1 * float(np.bincount(owner, work, num_ranks).max())
+    most_work = float(np.bincount(owner, work, num_ranks).max())
     relief = Relief(owner.copy(), work, views, num_ranks, most_work)
     before = relief.keys
     assert before.tolist() == keys_of_ranks(mask, owner, unit, num_ranks)
@@ -153,6 +153,17 @@ def test_relief_stops_at_work_that_would_be_too_much() -> None:
         relief = relief_of(mask, owner, 2, most_work)
         relief.run(0, 128)
         assert sorted(keys_of_ranks(mask, relief.owner, 128, 2)) == sorted(keys), most_work
+
+
+def test_relief_weighs_units_of_a_document_one_by_one() -> None:
+    """Units that go to several ranks differ in work: the mean alone would overload one."""
+    mask = masks.documents([0, 11, 13, 19], causal=True)
+    owner = np.array([2, 1, 2, 1, 2, 0, 1, 0, 1, 2, 3, 3, 0, 1, 2, 0, 3, 3, 0])
+    views = views_of(keys_seen(mask, 1), np.array([0, 11, 13]), mask.tk, 1)
+    relief = Relief(owner, tile_work(mask, 1), views, 4, most_work=25.5)
+    relief.run(0, 1)
+    assert np.bincount(relief.owner, tile_work(mask, 1)).max() <= 25.5
+    assert relief.keys.max() < max(keys_of_ranks(mask, owner, 1, 4))
 
 
 def relief_of(mask: AttnMask, owner: np.ndarray, num_ranks: int, most_work: float) -> Relief:

@@ -161,7 +161,7 @@ def _relieved(
     views = views_of(seen, opens, mask.tk, unit)
     span = views.hi - views.lo
     # A rank sees the longest document, and the others see more than their own on average.
-    enough = max(int(span.max(initial=0)) + tokens // 4, int(best.rows.mean()) + tokens * 3 // 2)
+    enough = max(int(span.max(initial=0)) + tokens // 2, int(best.rows.mean()) + tokens * 3 // 2)
     busiest = int(best.rows.max()) + tokens
     relief = Relief(best.owner, work, views, num_ranks, most_work)
     if busiest <= enough or relief.keys.max() > 1.1 * busiest:  # little to gain; or with holes

@@ -98,6 +98,8 @@ class Relief:
     ) -> None:
         self.owner, self.work, self.views = owner, work, views
         self.num_ranks, self.most_work = num_ranks, most_work
+        self._marks = np.zeros(len(work), bool)
+        self._entries = np.searchsorted(views.unit, np.arange(len(work) + 1))
         self._look()
 
     def _look(self) -> None:
@@ -147,17 +149,13 @@ class Relief:
             far = here[v.hi[here] > self.seen.hi[rank, document] - reach]
             near = here[v.lo[here] < self.seen.lo[rank, document] + reach]
             for entries in {len(x): x for x in (near, far, here)}.values():
-                units = np.unique(v.unit[entries])
-                seen = self._seen_by(mine[~self._among(units)[v.unit[mine]]])
+                units = v.unit[entries]
+                self._marks[units] = True
+                seen = self._seen_by(mine[~self._marks[v.unit[mine]]])
+                self._marks[units] = False
                 if seen.keys < limit:
                     found.append(_Chance(rank, limit, units, seen, int(seen.keys)))
         return sorted(found, key=lambda x: (x.keys - limit) / len(x.units))  # most for a unit first
-
-    def _among(self, units: Ints) -> Bools:
-        """(units,) whether a unit is one of these."""
-        among = np.zeros(len(self.work), bool)
-        among[units] = True
-        return among
 
     def _seen_by(self, entries: Ints) -> Seen:
         v = self.views
@@ -173,7 +171,8 @@ class Relief:
 
     def _grown(self, units: Ints) -> Ints:
         """(ranks,) keys that each rank would see with these units."""
-        seen = self._seen_by(np.flatnonzero(self._among(units)[self.views.unit]))
+        first, last = self._entries[units], self._entries[units + 1]
+        seen = self._seen_by(np.repeat(first, last - first) + ragged_arange(last - first))
         there = np.flatnonzero(seen.hi > seen.lo)
         lo, hi = self.seen.lo[:, there], self.seen.hi[:, there]
         now = Seen(lo, hi).keys
@@ -193,9 +192,9 @@ class Relief:
         more = self.work[units].mean() - self.work[found]  # work that the other rank gains
         room = max(self.most_work - self.load[chance.rank], 0.0)
         found, more = found[ok := more >= -room / len(units)], more[ok]
-        order = np.lexsort((more, self.owner[found]))
-        found, more = found[order], more[order]
         other = self.owner[found]
+        order = order_by(other, np.rint((more - more.min(initial=0.0)) * 16).astype(np.int64))
+        found, more, other = found[order], more[order], other[order]
         total = np.append(0.0, np.maximum(more, 0.0).cumsum())
         total = total[1:] - total[np.searchsorted(other, other)]
         found, more = found[ok := total <= self.most_work - self.load[other]], more[ok]
