@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -189,6 +190,20 @@ def test_units_are_dealt_into_the_room() -> None:
     ]
     assert (np.bincount(ours) == len(work) // 16).all()
     assert keys[0].max() <= room < keys[1].max()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_many_documents_of_very_different_lengths_take_a_moment(causal: bool) -> None:
+    """Ranks hold hundreds of documents here: not all swaps can be tried."""
+    lengths = np.random.default_rng(1).lognormal(0, 2, 1000)
+    bounds = np.unique((np.append(0, lengths.cumsum()) / lengths.sum() * PER_RANK * 16).astype(int))
+    mask = masks.documents(bounds.tolist(), causal=causal)
+    start = time.perf_counter()
+    layout = balanced(mask, 16)
+    assert time.perf_counter() - start < 1.0  # a quiet core takes a tenth of it
+    work = work_of_ranks(mask, layout)
+    assert work.max() <= 1.03 * work.mean()
+    assert layout.rows.max() - layout.rows.min() <= 128
 
 
 def test_shares_stay_equal_where_the_last_unit_is_short() -> None:
