@@ -34,7 +34,7 @@ MAX_TRIES = 128
 """Of giving units away, in all; an exchange counts for two. One takes about 0.3 ms."""
 
 MAX_DOCUMENTS = 8
-"""Of the busiest rank, those of which it sees the most; of others, to exchange for, the shortest."""
+"""Of the busiest rank, those of which it sees most; of others, to exchange for, the shortest."""
 
 
 @dataclass(frozen=True, eq=False)
