@@ -157,20 +157,30 @@ def test_relief_stops_at_work_that_would_be_too_much() -> None:
 
 
 def test_relief_weighs_units_of_a_document_one_by_one() -> None:
-    """Units that go to several ranks differ in work: the mean alone would overload one."""
-    mask = masks.documents([0, 11, 13, 19], causal=True)
-    owner = np.array([2, 1, 2, 1, 2, 0, 1, 0, 1, 2, 3, 3, 0, 1, 2, 0, 3, 3, 0])
-    views = views_of(keys_seen(mask, 1), np.array([0, 11, 13]), mask.tk, 1)
-    relief = Relief(owner, tile_work(mask, 1), views, 4, most_work=25.5)
+    """Units that go to several ranks differ in work: by their mean alone one would have 17."""
+    mask = masks.documents([0, 4, 11], causal=True)
+    owner = np.array([0, 2, 1, 1, 2, 0, 1, 0, 1, 0, 2])
+    relief = relief_of(mask, owner, 3, 16.5, unit=1)
     relief.run(0, 1)
-    assert np.bincount(relief.owner, tile_work(mask, 1)).max() <= 25.5
-    assert relief.keys.max() < max(keys_of_ranks(mask, owner, 1, 4))
+    assert np.bincount(relief.owner, tile_work(mask, 1)).max() <= 16.5
 
 
-def relief_of(mask: AttnMask, owner: np.ndarray, num_ranks: int, most_work: float) -> Relief:
+def test_relief_spreads_by_what_ranks_can_take() -> None:
+    """Given to whoever comes first, units would overload a rank, and 20 keys would remain."""
+    mask = masks.documents([0, 10, 12, 14, 22])
+    owner = np.array([1, 0, 2, 2, 0, 2, 1, 1, 1, 2, 0, 2, 0, 2, 1, 1, 2, 0, 0, 0, 0, 1])
+    relief = relief_of(mask, owner, 3, 65.28, unit=1)
+    relief.run(0, 1)
+    assert max(keys_of_ranks(mask, relief.owner, 1, 3)) <= 18
+    assert np.bincount(relief.owner, tile_work(mask, 1)).max() <= 65.28
+
+
+def relief_of(
+    mask: AttnMask, owner: np.ndarray, num_ranks: int, most_work: float, unit: int = 128
+) -> Relief:
     opens = np.unique(mask.array[:, 0])
-    views = views_of(keys_seen(mask, 128), opens, mask.tk, 128)
-    return Relief(owner, tile_work(mask, 128), views, num_ranks, most_work)
+    views = views_of(keys_seen(mask, unit), opens, mask.tk, unit)
+    return Relief(owner, tile_work(mask, unit), views, num_ranks, most_work)
 
 
 def test_units_are_dealt_into_the_room() -> None:
