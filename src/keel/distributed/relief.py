@@ -28,7 +28,7 @@ NOTHING = 1 << 60
 """First key of a rank that sees nothing of a document."""
 
 REACH = 4
-"""Units reach furthest if they do so within this part of a rank's tokens."""
+"""Units reach furthest if none does by more than a rank's tokens divided by this."""
 
 MAX_TRIES = 128
 """Of giving units away, in all; an exchange counts for two. One takes about 0.3 ms."""
