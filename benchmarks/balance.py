@@ -7,7 +7,10 @@
 rank's queries see and that it does not hold (a row is one key and one value of all heads). The
 time is that of a new mask, the best of several calls. "of peer" divides by the rows of
 MagiAttention's own dispatch (chunks of 2,048), measured on the same documents ("short": on other
-ones of the same lengths). Results go to benchmarks/results/balance.csv and .png.
+ones of the same lengths). "of Ulysses" divides the rows of the rank that receives the most by what
+a rank receives there (64:8 heads of dim 128), where 64 heads suffice; "least" is below that
+quotient of every layout whose work is within 1.03 of the mean, where that is known: for full
+documents, and for single ones. Results go to benchmarks/results/balance.csv and .png.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ from timing import write_csv
 import keel
 from keel import masks
 from keel.distributed.balance import balanced
+from keel.distributed.cost import CostModel, other_schemes
 from keel.distributed.layout import Layout, contiguous, zigzag
-from keel.distributed.work import rows_received, tile_work, work_of_ranks
+from keel.distributed.work import least_seen, rows_received, tile_work, work_of_ranks
 from keel.masks import AttnMask
 
 RESULTS = Path(__file__).parent / "results"
@@ -96,6 +100,8 @@ class Row:
     pieces: int
     ms: float
     of_peer: float
+    of_ulysses: float
+    least_of_ulysses: float
     keel: str = keel.__version__
     numpy: str = np.__version__
     torch: str = torch.__version__
@@ -120,15 +126,41 @@ def measure(name: str, num_ranks: int, strategy: str, repeats: int) -> Row:
         pieces=len(layout.starts),
         ms=min(times),
         of_peer=int(rows.sum()) / PEER_ROWS.get((name, num_ranks), math.nan),
+        of_ulysses=int(rows.max()) / ulysses_rows(mask, num_ranks),
+        least_of_ulysses=least_rows(name, mask.tq, num_ranks) / ulysses_rows(mask, num_ranks),
     )
 
 
+def ulysses_rows(mask: AttnMask, num_ranks: int) -> float:
+    """What a rank receives there, in rows of keys and values."""
+    model = CostModel()
+    if num_ranks > model.num_heads:
+        return math.nan
+    found = next(x for x in other_schemes(mask, num_ranks, model) if x.name == "ulysses")
+    return found.max_bytes / model.row_bytes
+
+
+def least_rows(name: str, tokens: int, num_ranks: int) -> float:
+    """Rows that the busiest rank receives in every layout with equal tokens and work."""
+    if name in ("full", "causal"):  # somebody holds the last token
+        return tokens - tokens / num_ranks
+    if name != "full documents":
+        return math.nan
+    lengths = np.diff(packed_bounds(tokens))
+    area = lengths.astype(float) ** 2
+    most = 1.03 * float(area.sum()) / tokens
+    return least_seen(lengths.astype(float), area, lengths, most) - tokens / num_ranks
+
+
 def show(row: Row) -> None:
-    peer = "" if math.isnan(row.of_peer) else f"{row.of_peer:8.2f}"
+    quotients = " ".join(
+        f"{x:10.3f}" if math.isfinite(x) else f"{'-':>10s}"
+        for x in (row.of_peer, row.of_ulysses, row.least_of_ulysses)
+    )
     print(
         f"{row.mask:14s} {row.num_ranks:5d} {row.strategy:10s} {row.imbalance:9.4f} "
         f"{row.spread:6d} {row.rows_total:13,d} {row.rows_max:11,d} {row.pieces:7d} "
-        f"{row.ms:8.2f} {peer}",
+        f"{row.ms:8.2f} {quotients}",
         flush=True,
     )
 
@@ -173,7 +205,8 @@ def main() -> None:
     args = parser.parse_args()
     print(
         f"{'mask':14s} {'ranks':>5s} {'strategy':10s} {'max/mean':>9s} {'spread':>6s} "
-        f"{'rows':>13s} {'rows of one':>11s} {'pieces':>7s} {'ms':>8s} {'of peer':>8s}"
+        f"{'rows':>13s} {'rows of one':>11s} {'pieces':>7s} {'ms':>8s} "
+        f"{'of peer':>10s} {'of Ulysses':>10s} {'least':>10s}"
     )
     rows = []
     for name in args.masks:

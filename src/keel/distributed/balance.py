@@ -13,27 +13,35 @@ that gives it the average work:
 - a costly run comes from one document, whose keys then travel once for the whole run;
 - the costliest go with the cheapest: that way the fewest ranks fetch nearly all of a long document;
 - the cheap head of the same document comes first: its keys are fetched anyway.
+
+A step waits for the rank that receives the most, so units are swapped afterwards to help that one
+(`relief`), at equal work. Where all of a document is seen by each of its tokens, a few units of one
+document more cost a rank as much as many; there units are dealt a second time, by what ranks see.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from keel.distributed.dealing import Bools, deal, deal_in_room, parts_of
 from keel.distributed.layout import Layout
-from keel.distributed.work import Floats, rows_received, tile_work
+from keel.distributed.relief import REACH, Relief, views_of
+from keel.distributed.work import Floats, keys_seen, least_seen, rows_received, tile_work
 from keel.masks.arrays import Ints, order_by
 from keel.masks.mask import AttnMask
-
-Bools = NDArray[np.bool_]
 
 TOLERANCE = 1.02
 """Largest over mean work that counts as balanced: of layouts below it, the least traffic wins."""
 
 LONGEST = (0.5, 1.0)
 """Lengths, in shares of a rank, up to which documents are tried whole."""
+
+MAX_UNITS = 1 << 15
+MAX_CELLS = 1 << 18
+"""Units, and ranks times documents, beyond which the busiest rank is not looked after."""
 
 
 def balanced(
@@ -62,23 +70,42 @@ def balanced(
     if num_ranks < 1 or unit < 1:
         raise ValueError(f"num_ranks and unit must be positive, got {num_ranks} and {unit}")
     work = tile_work(mask, unit)
-    owners = [_in_order(len(work), num_ranks)]
-    if _imbalance(work, owners[0], num_ranks) > TOLERANCE:
-        document = _documents(mask, len(work), unit, shared=keys_of is None)
-        owners += _dealt(document, work, num_ranks)
-    layouts = [_layout(owner, mask.tq, unit, num_ranks) for owner in owners]
-    costs = [
-        (
-            max(_imbalance(work, owner, num_ranks), TOLERANCE),
-            int(rows_received(mask, x, None if keys_of is None else keys_of(x)).sum()),
-        )
-        for owner, x in zip(owners, layouts, strict=True)
-    ]
-    return layouts[costs.index(min(costs))]
+    opens = _openings(mask, shared=keys_of is None)
+
+    def judged(owner: Ints) -> _Candidate:
+        layout = _layout(owner, mask.tq, unit, num_ranks)
+        rows = rows_received(mask, layout, None if keys_of is None else keys_of(layout))
+        balance = max(_imbalance(work, owner, num_ranks), TOLERANCE)
+        return _Candidate(balance, float(rows.max(initial=0) + rows.mean()), owner, layout, rows)
+
+    best = judged(_in_order(len(work), num_ranks))
+    if _imbalance(work, best.owner, num_ranks) > TOLERANCE:
+        # A unit that two documents share belongs to the first, of which it has the costly end.
+        home = np.searchsorted(opens, np.arange(len(work)) * unit, "right") - 1
+        owners = _dealt(np.searchsorted(home, home), work, num_ranks)
+        best = min([best, *map(judged, owners)], key=_Candidate.cost)
+        if keys_of is None:
+            better = _relieved(mask, work, unit, opens, home, best, num_ranks)
+            best = min([best, *map(judged, better)], key=_Candidate.cost)
+    return best.layout
 
 
-def _documents(mask: AttnMask, count: int, unit: int, shared: bool) -> Ints:
-    """(count,) first unit of the document of each unit: no slice spans two documents.
+class _Candidate(NamedTuple):
+    """Ranks of units, and what they cost: of layouts that balance, the least traffic wins."""
+
+    balance: float
+    traffic: float
+    """Rows of the rank that receives the most, and the mean of all."""
+    owner: Ints
+    layout: Layout
+    rows: Ints
+
+    def cost(self) -> tuple[float, float]:
+        return self.balance, self.traffic
+
+
+def _openings(mask: AttnMask, shared: bool) -> Ints:
+    """(documents,) first token of each, 0 first: no slice spans two documents.
 
     `shared`: queries and keys are the same tokens.
     """
@@ -89,9 +116,7 @@ def _documents(mask: AttnMask, count: int, unit: int, shared: bool) -> Ints:
     order = order_by(start)
     start, reach = start[order], np.maximum.accumulate(end[order])
     opens = start[np.append(True, start[1:] >= reach[:-1])[: len(start)]]
-    # A unit that two documents share belongs to the first, of which it has the costly end.
-    document = np.searchsorted(opens, np.arange(count) * unit, "right")
-    return np.searchsorted(document, document)
+    return opens if len(opens) and opens[0] == 0 else np.append(0, opens)
 
 
 def _dealt(document: Ints, work: Floats, num_ranks: int) -> list[Ints]:
@@ -100,94 +125,69 @@ def _dealt(document: Ints, work: Floats, num_ranks: int) -> list[Ints]:
     Whole documents save traffic as long as ranks can still be balanced with them. How long they
     may be depends on all the others, so it is tried.
     """
-    length = np.bincount(document, minlength=len(work))[document]
-    share = -(-len(work) // num_ranks)
     owners = []
     for longest in LONGEST:
-        part, costly = _parts(work, document, length <= longest * share, max(share // 2, 1))
-        owners.append(_deal(work, part, costly, num_ranks))
+        owners.append(deal(work, *_parts(document, work, num_ranks, longest), num_ranks))
         _even_out(owners[-1], work, num_ranks)
         _lodge_last(owners[-1], work)
     return owners
 
 
-def _parts(work: Floats, document: Ints, short: Bools, group: int) -> tuple[Ints, Bools]:
-    """(part, costly) of each unit.
+def _parts(document: Ints, work: Floats, num_ranks: int, longest: float) -> tuple[Ints, Bools]:
+    length = np.bincount(document, minlength=len(work))[document]
+    share = -(-len(work) // num_ranks)
+    return parts_of(work, document, length <= longest * share, max(share // 2, 1))
 
-    Short documents that begin in the same `group` units are one part, costly or cheap as a whole.
-    Any other document is a part with costly units and cheap ones.
+
+def _relieved(
+    mask: AttnMask,
+    work: Floats,
+    unit: int,
+    opens: Ints,
+    home: Ints,
+    best: _Candidate,
+    num_ranks: int,
+) -> list[Ints]:
+    """Ranks of units with fewer keys for the busiest rank, where that is possible.
+
+    From what was found so far, and from units dealt anew with an eye on what ranks see.
     """
-    label = np.where(short, document // group * group * 2, document * 2 + 1)
-    part = np.searchsorted(np.unique(label), label)
-    mean = np.bincount(part, work) / np.bincount(part)
-    return part, np.where(short, mean[part], work) > work.mean()
-
-
-def _uphill(work: Floats, part: Ints) -> Ints:
-    """(units,) numbers that rise along a part where its work does, and fall where it falls."""
-    place = np.arange(len(work))
-    middle = np.bincount(part, place) / np.bincount(part)
-    falls = np.bincount(part, work * (place - middle[part])) < 0
-    return np.where(falls[part], -place, place)
-
-
-class _Pool:
-    """Units of one kind, in one run per part; a run gives its units away from its lowest key on."""
-
-    def __init__(self, units: Ints, part: Ints, key: Ints, place: Ints) -> None:
-        order = order_by(part[units], *((x - x.min(initial=0))[units] for x in (key, place)))
-        self.units = units[order]
-        self.part, self.key = part[self.units], key[self.units]
-        opens = np.append(True, self.part[1:] > self.part[:-1])[: len(order)]
-        self.run = np.cumsum(opens) - 1
-        self.next = np.flatnonzero(opens)
-        self.end = np.append(self.next[1:], len(order))[: len(self.next)]
-
-    def offer(self, count: int, beside: int = -1) -> Ints:
-        """Places of up to count units, from the runs of the lowest keys.
-
-        The part `beside` comes first where its key is at most one above the lowest.
-        """
-        runs = np.flatnonzero(self.next < self.end)
-        first = self.next[runs]
-        key = self.key[first] - np.where(self.part[first] == beside, 1.5, 0.0)
-        found = [np.empty(0, np.int64)]
-        while count > 0 and len(key) and key[best := int(key.argmin())] < np.inf:
-            key[best] = np.inf
-            found.append(np.arange(first[best], min(self.end[runs[best]], first[best] + count)))
-            count -= len(found[-1])
-        return np.concatenate(found)
-
-    def take(self, places: Ints) -> Ints:
-        """The units of the first places of an offer, which are gone from now on."""
-        self.next += np.bincount(self.run[places], minlength=len(self.next))
-        return self.units[places]
-
-
-def _deal(work: Floats, part: Ints, costly: Bools, num_ranks: int) -> Ints:
-    """(units,) rank of each unit, dealt rank by rank."""
-    owner = np.empty(len(work), np.int64)
-    step = max(len(work) / num_ranks / 2, 1)  # smaller differences of work do not order units
-    level = (work // step).astype(np.int64)
-    place = _uphill(work, part)
-    high = _Pool(np.flatnonzero(costly), part, -level, -place)
-    low = _Pool(np.flatnonzero(~costly), part, level, place)
-    units_left, work_left = len(work), float(work.sum())
-    for rank in range(min(num_ranks, len(work))):
-        count = -(-units_left // (num_ranks - rank))
-        top = high.offer(count)
-        bottom = low.offer(count, int(high.part[top[0]]) if len(top) else -1)
-        above = np.append(0, work[high.units[top]].cumsum())
-        below = np.append(0, work[low.units[bottom]].cumsum())
-        # What the rank would have with m costly units, for every m that leaves it count units.
-        m = np.arange(count - len(bottom), len(top) + 1)
-        total = above[m] + below[count - m]
-        best = int(np.abs(total - work_left * count / units_left).argmin())
-        owner[high.take(top[: m[best]])] = rank
-        owner[low.take(bottom[: count - m[best]])] = rank
-        units_left -= count
-        work_left -= float(total[best])
-    return owner
+    if len(work) > MAX_UNITS or num_ranks * len(opens) > MAX_CELLS:
+        return []
+    share = -(-len(work) // num_ranks)
+    tokens = share * unit
+    most_work = TOLERANCE * float(work.sum()) / num_ranks
+    seen = keys_seen(mask, unit)
+    views = views_of(seen, opens, mask.tk, unit)
+    span = views.hi - views.lo
+    # A rank sees the longest document, and the others see more than their own on average.
+    enough = max(int(span.max(initial=0)) + tokens // 2, int(best.rows.mean()) + tokens * 3 // 2)
+    busiest = int(best.rows.max()) + tokens
+    relief = Relief(best.owner, work, views, num_ranks, most_work)
+    if busiest <= enough or relief.keys.max() > 1.1 * busiest:  # little to gain; or with holes
+        return []
+    reach = max(tokens // REACH, unit)
+    relief.run(enough, reach)
+    found = [relief]
+    longest = np.zeros(len(opens), np.int64)
+    np.maximum.at(longest, views.document, span)
+    units: Floats = np.bincount(home, minlength=len(opens)).astype(np.float64)
+    total: Floats = np.bincount(home, work, len(opens)).astype(np.float64)
+    room = least_seen(units, total, longest, most_work / len(work) * num_ranks)
+    whole = span.sum() > 0.9 * longest[views.document].sum()  # else the room is not known
+    if whole and room < relief.keys.max():
+        own = seen[0], np.minimum(seen[1], np.append(opens[1:], mask.tk)[home])
+        parts = _parts(np.searchsorted(home, home), work, num_ranks, LONGEST[0])
+        owner = deal_in_room(
+            *(work, *parts, num_ranks), seen=own, room=max(room, tokens), most_work=most_work
+        )
+        _even_out(owner, work, num_ranks)
+        found.append(Relief(owner, work, views, num_ranks, most_work))
+        found[-1].run(enough, reach)
+    owners = [x.owner.copy() for x in found]
+    for owner in owners:
+        _lodge_last(owner, work)
+    return owners
 
 
 def _even_out(owner: Ints, work: Floats, num_ranks: int) -> None:

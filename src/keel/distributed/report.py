@@ -360,10 +360,13 @@ def _others(mask: AttnMask, num_ranks: int, model: CostModel) -> list[Strategy]:
     strategies = []
     for scheme in other_schemes(mask, num_ranks, model):
         known = scheme.balance if math.isfinite(scheme.balance) else None
-        note = "all keys to all"
-        if scheme.name == "ulysses":
-            note = "" if num_ranks <= model.num_heads else f"needs {num_ranks} heads"
-        strategies.append(Strategy(*scheme, note=note)._replace(balance=known))
+        note = "" if scheme.name == "ulysses" else "all keys to all"
+        strategy = Strategy(*scheme, note=note)._replace(balance=known)
+        if scheme.name == "ulysses" and num_ranks > model.num_heads:  # it does not split heads
+            strategy = Strategy(
+                scheme.name, None, None, None, note=f"cannot run: {model.num_heads} heads"
+            )
+        strategies.append(strategy)
     return strategies
 
 

@@ -26,6 +26,43 @@ def tile_work(mask: AttnMask, unit: int) -> Floats:
     return work
 
 
+def keys_seen(mask: AttnMask, unit: int) -> tuple[Ints, Ints]:
+    """(ceil(tq / unit),) twice: first and last + 1 of the keys that each unit of queries sees.
+
+    A unit that sees nothing has (tk, 0).
+    """
+    count = -(-mask.tq // unit)
+    tile, lo, hi = _seen(mask.row_intervals(), np.arange(count + 1) * unit)
+    tile, lo, hi = tile[lo < hi], lo[lo < hi], hi[lo < hi]
+    first, last = np.full(count, mask.tk, np.int64), np.zeros(count, np.int64)
+    np.minimum.at(first, tile, lo)
+    np.maximum.at(last, tile, hi)
+    return first, last
+
+
+def least_seen(units: Floats, work: Floats, keys: Ints, most: float) -> int:
+    """Keys that the busiest rank sees at least, if every unit of a document sees all of it.
+
+    Documents have so many units, with so much work in all, that see so many keys; most: work of a
+    unit, averaged over a rank, that no rank passes. The ranks with units of a document above it
+    must hold others that are below, and if no rank sees more than n keys, these come from documents
+    of at most n less its own.
+
+    >>> lengths = np.array([8, 4, 2, 1, 1])
+    >>> least_seen(lengths * 1.0, lengths * lengths * 1.0, lengths, most=5.5)
+    12
+    """
+    spare, least = units * most - work, int(keys.max(initial=0))
+    for document in np.flatnonzero(spare < 0):
+        others = np.flatnonzero(spare > 0)
+        others = others[np.argsort(keys[others], kind="stable")]
+        enough = int(np.searchsorted(spare[others].cumsum(), -spare[document]))
+        if len(others):
+            beside = keys[others[min(enough, len(others) - 1)]]
+            least = max(least, int(keys[document] + beside))
+    return least
+
+
 def work_of_ranks(mask: AttnMask, layout: Layout, unit: int = 128) -> Floats:
     """(num_ranks,) tiles of each rank; ranks that share a unit share its tiles by tokens."""
     work = tile_work(mask, unit)
