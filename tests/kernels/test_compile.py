@@ -16,10 +16,10 @@ SHARED_LIMIT = {80: 166_912, 86: 101_376, 90: 232_448}
 
 
 @functools.cache
-def compiled(arch: int) -> list[dict]:
+def compiled(*command: str) -> list[dict]:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, str(ROOT / "tests/compile_kernels.py"), str(arch)],
+        [sys.executable, str(ROOT / "tests" / command[0]), *command[1:]],
         capture_output=True,
         text=True,
         env=env,
@@ -31,7 +31,7 @@ def compiled(arch: int) -> list[dict]:
 
 @pytest.mark.parametrize("arch", sorted(SHARED_LIMIT))
 def test_kernels_compile_and_fit(arch):
-    everything = compiled(arch)
+    everything = compiled("compile_kernels.py", str(arch))
     variants = [v for v in everything if v["kernel"].startswith("flash")]
     assert {v["kernel"] for v in variants} == {
         "flash_fwd_kernel",
@@ -63,3 +63,11 @@ def test_kernels_compile_and_fit(arch):
     assert not [
         v for v in clip if v["LOCAL"] or v["loop_spills"] or v["shared"] > SHARED_LIMIT[arch]
     ]
+
+
+def test_hopper_kernels_do_not_spill():
+    variants = compiled("compile_hopper.py")
+    assert {(v["d"], v["bn"]) for v in variants} >= {(64, 128), (128, 64), (128, 128), (256, 64)}
+    for v in variants:
+        assert v["shared"] <= SHARED_LIMIT[90], v
+        assert v["loop_spills"] == 0, v

@@ -114,7 +114,7 @@ SCORES: Table = [
 
 EXECUTION: Table = [
     ({"backend": "cuda"}, "unknown backend 'cuda': expected one of auto, hopper, triton"),
-    ({"backend": "hopper"}, "backend 'hopper' is not part of this version"),
+    ({"backend": "hopper"}, "backend 'hopper' cannot run here: "),
     ({"sm_margin": -1}, "sm_margin must be at least 0, got -1"),
     ({"max_logits_out": zeros(2)}, r"max_logits_out must be torch.float32 of shape \(4,\) on cpu"),
     ({"max_logits_out": zeros(4).double()}, "max_logits_out must be .* got torch.float64"),
@@ -197,7 +197,7 @@ FLASH: Table = [
     ({"alibi_slopes": zeros(2, 4)}, r"alibi_slopes must have shape \(hq,\), got \(2, 4\)"),
     ({"alibi_slopes": zeros(3)}, r"alibi_slopes must have shape \(4,\), got \(3,\)"),
     ({"window_size": (-2, 0)}, r"window_size must be \(left, right\) with -1 for unbounded"),
-    ({"backend": "hopper"}, "backend 'hopper' is not part of this version"),
+    ({"backend": "hopper"}, "backend 'hopper' cannot run here: "),
     ({"softmax_scale": NAN}, "softmax_scale must be finite"),
 ]
 

@@ -1,0 +1,80 @@
+"""Compiles the Hopper kernels without a GPU, and reads registers and spills; see compile_kernels.py.
+
+python tests/compile_hopper.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import triton
+from compile_kernels import resources, spills_in_loops
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from keel.kernels import hopper_fwd
+from keel.kernels.hopper_launch import block_ns, choose_form
+
+FLOATS = {"LSE", "MAX_LOGITS", "SINK"}
+
+
+def forms() -> list[hopper_fwd.Form]:
+    """Every head dim with each of its blocks; then the options, where registers are scarce."""
+    plain = [
+        choose_form(d, dv, bn, out_matches=True, want_max=True)
+        for d, dv in ((64, 64), (128, 128), (192, 128), (256, 256))
+        for bn in block_ns(d, dv, False)
+    ]
+    return [
+        *plain,
+        choose_form(128, 128, 64, out_matches=True, want_max=True, has_softcap=True, has_sink=True),
+        choose_form(128, 128, 128, out_matches=False, want_max=True, accumulate=True),
+        choose_form(96, 96, 128, out_matches=True, want_max=False),
+    ]
+
+
+def signature(form: hopper_fwd.Form) -> tuple[dict[str, str], dict, dict]:
+    """(types, constants, alignments) of a call with contiguous bf16 tensors."""
+    boxes = {"Q": (64, form.d), "K": (form.bn, form.d), "V": (form.bn, form.dv)}
+    if form.staged:
+        boxes["O"] = (64, form.dv)
+    absent = {"O"} - boxes.keys() | ({"SINK"} if not form.has_sink else set())
+    absent |= {"MAX_LOGITS"} if not form.want_max else set()
+    types: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    aligned = {}
+    for index, name in enumerate(hopper_fwd.hopper_fwd_kernel.arg_names):
+        if name == "FORM" or name in absent:
+            types[name], constants[(index,)] = "constexpr", form if name == "FORM" else None
+        elif name in boxes:
+            block = [boxes[name][0], 1, boxes[name][1]]
+            layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+            types[name] = f"tensordesc<bf16{block},{layout!r}>"
+        elif name == "OUT":
+            types[name] = "*fp32" if form.accumulate else "*bf16"
+        elif name.isupper():
+            types[name] = "*fp32" if name in FLOATS else "*i32"
+        else:
+            types[name] = "fp32" if name in ("scale", "softcap") else "i32"
+        if types[name].startswith("*") or name.startswith("stride"):
+            aligned[(index,)] = [["tt.divisibility", 16]]
+    return types, constants, aligned
+
+
+def main() -> None:
+    for form in forms():
+        types, constants, aligned = signature(form)
+        source = GluonASTSource(
+            hopper_fwd.hopper_fwd_kernel, types, constexprs=constants, attrs=aligned
+        )
+        target = GPUTarget("cuda", 90, 32)
+        compiled = triton.compile(source, target=target, options={"num_warps": 4})
+        line = dataclasses.asdict(form) | resources(compiled)
+        print(json.dumps(line | {"loop_spills": spills_in_loops(compiled)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
