@@ -1,4 +1,4 @@
-"""Compiles the Hopper kernels without a GPU, and reads registers and spills; see compile_kernels.py.
+"""Compiles the Hopper kernels without a GPU, and reads registers and spills.
 
 python tests/compile_hopper.py
 """

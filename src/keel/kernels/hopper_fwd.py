@@ -274,7 +274,7 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
 
 @gluon.jit
 def next_tile(inputs, ring, turn, mine):
-    """The tile that the producer tells of, and the bounds of the rows of its first run."""
+    """The tile that the producer tells of, and the bounds of its first partial run."""
     slot = turn & 1
     mbarrier.wait(ring.fields_full.index(slot), (turn >> 1) & 1)
     row0 = field(ring, slot, 0)
@@ -504,9 +504,9 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         key = tile.key
         raw_top = gl.full([HALF], float("-inf"), gl.float32, srow_l)
         if tile.first < tile.split:
-            s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, True)
-        else:
             s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, False)
+        else:
+            s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, True)
         top2 = gl.max(s, 1) * scale2
         shift = gl.where(top2 == float("-inf"), 0.0, top2)
         p = gl.exp2(s * scale2 - shift[:, None])
@@ -521,7 +521,17 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         for run in range(tile.first, tile.split):
             key = gl.load(inputs.RUNS + run * 4) + done * BN
             end = gl.load(inputs.RUNS + run * 4 + 1)
-            following = gl.minimum(run + 1, tile.split - 1)
+            done = 0
+            while key < end:
+                acc, sums, top2, raw_top, probs = step(
+                    q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, scale2,
+                    numbers, form, False, p_l, row_l)
+                key += BN
+                count += 1
+        for run in range(tile.split, tile.last):
+            key = gl.load(inputs.RUNS + run * 4) + done * BN
+            end = gl.load(inputs.RUNS + run * 4 + 1)
+            following = gl.minimum(run + 1, tile.last - 1)
             next_lo, next_hi = bounds(inputs, gl.load(inputs.RUNS + following * 4 + 2), mine)
             done = 0
             while key < end:
@@ -532,16 +542,6 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
                 count += 1
             lo = next_lo
             hi = next_hi
-        for run in range(tile.split, tile.last):
-            key = gl.load(inputs.RUNS + run * 4) + done * BN
-            end = gl.load(inputs.RUNS + run * 4 + 1)
-            done = 0
-            while key < end:
-                acc, sums, top2, raw_top, probs = step(
-                    q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, scale2,
-                    numbers, form, False, p_l, row_l)
-                key += BN
-                count += 1
         if form.Q_BUFFERS == 1:
             mbarrier.arrive(ring.q_empty.index(0), count=1)
         stage = count % form.STAGES
