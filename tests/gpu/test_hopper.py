@@ -12,7 +12,7 @@ from keel import flex_flash_attn_func, masks
 from keel.masks import AttnMask, AttnSlice
 from keel.masks.inputs import tensors_of_mask
 from keel.meta import Scoring
-from keel.ops import accumulate_, choose_attention_backend
+from keel.ops import accumulate_
 from keel.testing import Case, assert_right, run_case
 
 pytestmark = [
@@ -156,10 +156,9 @@ def test_what_it_cannot_do():
         flex_flash_attn_func(q, k, v, masks.causal(100), bias=bias, backend="hopper")
     with pytest.raises(ValueError, match=r"hopper.*float32"):
         flex_flash_attn_func(q.float(), k.float(), v.float(), masks.causal(100), backend="hopper")
-    assert choose_attention_backend("auto", q, k, v, Scoring(scale=1.0)) == "hopper"
-    assert choose_attention_backend("auto", q, k, v, Scoring(scale=1.0, bias=bias)) == "triton"
     odd = torch.randn(3, 100, 2, 65, device="cuda", dtype=torch.bfloat16)[..., :64].unbind()
-    assert choose_attention_backend("auto", *odd, Scoring(scale=1.0)) == "triton"
+    with pytest.raises(ValueError, match=r"hopper.*strides"):
+        flex_flash_attn_func(*odd, masks.causal(100), backend="hopper")
 
 
 def test_nothing_to_see():

@@ -45,9 +45,7 @@ def check(records: TileRecords, mask: AttnMask) -> None:
         assert (rows[0][0], rows[-1][1]) == (0, mask.tq)
     for _, _, first, split, last, row_set, key, end in records.tiles.tolist():
         assert first < last and first <= split <= last
-        assert records.runs[first, :2].tolist() == [key, end]
-        if split < last:
-            assert records.runs[split, 2] == row_set
+        assert records.runs[first, :3].tolist() == [key, end, row_set]
         assert (records.runs[first:last, 1] > records.runs[first:last, 0]).all()
     hidden = records.row_lo[-1], records.row_hi[-1]
     assert (hidden[0] >= hidden[1]).all()

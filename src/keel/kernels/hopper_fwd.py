@@ -101,8 +101,6 @@ class Form:
     """Results leave through shared memory, in the place of their queries, by TMA."""
     columns: int = 0
     """Of out, where fewer than dv."""
-    early: bool = False
-    """The first scores of the next tile are begun before the last values of a tile are in."""
     has_sink: bool = False
     has_softcap: bool = False
     want_max: bool = False
@@ -274,7 +272,7 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
 
 @gluon.jit
 def next_tile(inputs, ring, turn, mine):
-    """The tile that the producer tells of, and the bounds of its first partial run."""
+    """The tile that the producer tells of, and the bounds of the rows of its first run."""
     slot = turn & 1
     mbarrier.wait(ring.fields_full.index(slot), (turn >> 1) & 1)
     row0 = field(ring, slot, 0)
@@ -441,19 +439,6 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0,
 
 
 @gluon.jit
-def first_scores(cid: gl.constexpr, ring, form: gl.constexpr, tile, turn, count, zero):
-    """Begins Q·Kᵀ of a tile's first block; behind the last tile, of what happens to be there."""
-    buffer = turn % form.Q_BUFFERS
-    stage = count % form.STAGES
-    if tile.row0 >= 0:
-        mbarrier.wait(ring.q_full.index(buffer), (turn // form.Q_BUFFERS) & 1)
-        mbarrier.wait(ring.k_full.index(stage), (count // form.STAGES) & 1)
-    return warpgroup_mma(ring.q.index(2 * buffer + cid).reshape([HALF, form.D]),
-                         ring.k.index(stage).reshape([form.BN, form.D]).permute((1, 0)), zero,
-                         use_acc=False, is_async=True)
-
-
-@gluon.jit
 def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     BN: gl.constexpr = form.BN
     DV: gl.constexpr = form.DV
@@ -481,22 +466,22 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     old_row0 = 0
     old_end = 0
     old_head = 0
-    if form.EARLY:
-        s = first_scores(cid, ring, form, tile, turn, count, zero)
     while tile.row0 >= 0:
         buffer = turn % form.Q_BUFFERS
-        if not form.EARLY:
-            if form.Q_BUFFERS == 1:
-                if turn > 0:
-                    put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, 0, acc,
-                             total, top2, raw_top, seen, mine, o_l)
-            s = first_scores(cid, ring, form, tile, turn, count, zero)
-            if form.Q_BUFFERS == 2:
-                if turn > 0:
-                    put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head,
-                             buffer ^ 1, acc, total, top2, raw_top, seen, mine, o_l)
-        q = ring.q.index(2 * buffer + cid).reshape([HALF, form.D])
+        if form.Q_BUFFERS == 1:
+            if turn > 0:
+                put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, 0, acc,
+                         total, top2, raw_top, seen, mine, o_l)
+        mbarrier.wait(ring.q_full.index(buffer), (turn // form.Q_BUFFERS) & 1)
         stage = count % form.STAGES
+        mbarrier.wait(ring.k_full.index(stage), (count // form.STAGES) & 1)
+        q = ring.q.index(2 * buffer + cid).reshape([HALF, form.D])
+        s = warpgroup_mma(q, ring.k.index(stage).reshape([BN, form.D]).permute((1, 0)), zero,
+                          use_acc=False, is_async=True)
+        if form.Q_BUFFERS == 2:
+            if turn > 0:
+                put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, buffer ^ 1,
+                         acc, total, top2, raw_top, seen, mine, o_l)
         if form.WANT_MAX:
             seen = gl.load(inputs.MAX_LOGITS + tile.head)
         s = warpgroup_mma_wait(0, [s])
@@ -504,9 +489,9 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         key = tile.key
         raw_top = gl.full([HALF], float("-inf"), gl.float32, srow_l)
         if tile.first < tile.split:
-            s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, False)
-        else:
             s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, True)
+        else:
+            s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, False)
         top2 = gl.max(s, 1) * scale2
         shift = gl.where(top2 == float("-inf"), 0.0, top2)
         p = gl.exp2(s * scale2 - shift[:, None])
@@ -521,17 +506,7 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         for run in range(tile.first, tile.split):
             key = gl.load(inputs.RUNS + run * 4) + done * BN
             end = gl.load(inputs.RUNS + run * 4 + 1)
-            done = 0
-            while key < end:
-                acc, sums, top2, raw_top, probs = step(
-                    q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, scale2,
-                    numbers, form, False, p_l, row_l)
-                key += BN
-                count += 1
-        for run in range(tile.split, tile.last):
-            key = gl.load(inputs.RUNS + run * 4) + done * BN
-            end = gl.load(inputs.RUNS + run * 4 + 1)
-            following = gl.minimum(run + 1, tile.last - 1)
+            following = gl.minimum(run + 1, tile.split - 1)
             next_lo, next_hi = bounds(inputs, gl.load(inputs.RUNS + following * 4 + 2), mine)
             done = 0
             while key < end:
@@ -542,6 +517,16 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
                 count += 1
             lo = next_lo
             hi = next_hi
+        for run in range(tile.split, tile.last):
+            key = gl.load(inputs.RUNS + run * 4) + done * BN
+            end = gl.load(inputs.RUNS + run * 4 + 1)
+            done = 0
+            while key < end:
+                acc, sums, top2, raw_top, probs = step(
+                    q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, scale2,
+                    numbers, form, False, p_l, row_l)
+                key += BN
+                count += 1
         if form.Q_BUFFERS == 1:
             mbarrier.arrive(ring.q_empty.index(0), count=1)
         stage = count % form.STAGES
@@ -551,23 +536,13 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         old_end = tile.row_end
         old_head = tile.head
         turn += 1
-        count += 1
         tile, lo, hi = next_tile(inputs, ring, turn, mine)
         total = gl.convert_layout(gl.sum(sums, 1), srow_l)
-        if form.EARLY:
-            s = first_scores(cid, ring, form, tile, turn, count, zero)
-            acc = warpgroup_mma_wait(1, [acc])
-            mark(V_FREE + stage)
-            put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, buffer, acc,
-                     total, top2, raw_top, seen, mine, o_l)
-        else:
-            acc = warpgroup_mma_wait(0, [acc])
-            mark(V_FREE + stage)
-    if form.EARLY:
-        warpgroup_mma_wait(0, [s])
-    else:
-        put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head,
-                 (turn + 1) % form.Q_BUFFERS, acc, total, top2, raw_top, seen, mine, o_l)
+        acc = warpgroup_mma_wait(0, [acc])
+        mark(V_FREE + stage)
+        count += 1
+    put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head,
+             (turn + 1) % form.Q_BUFFERS, acc, total, top2, raw_top, seen, mine, o_l)
     tma.store_wait(0)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
+from keel._versions import constant_in_traces
 from keel.kernels import flash_fwd
 from keel.kernels.flash_common import compute_capability, num_sms, section_heads
 from keel.kernels.launch import INTERPRETED, Prepared, launch
@@ -27,10 +28,9 @@ def hopper_problem(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring
 ) -> str | None:
     """Why the Hopper forward cannot take these tensors; None if it can."""
-    if q.device.type != "cuda" or compute_capability(q.device) != (9, 0):
-        return f"{q.device} is not a Hopper GPU (compute capability 9.0)"
-    if not _has_gluon() or INTERPRETED:
-        return "Triton 3.6 or newer with Gluon is needed, outside of its interpreter"
+    problem = _machine_problem(q.device)
+    if problem is not None:
+        return problem
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"{q.dtype} is not supported (bf16 and fp16 are)"
     if scoring.bias is not None or scoring.alibi_slopes is not None:
@@ -43,6 +43,15 @@ def hopper_problem(
                 f"{name} of shape {tuple(x.shape)} has strides {x.stride()}: the last must be 1, "
                 "head dim and the others multiples of 8 numbers (16 bytes)"
             )
+    return None
+
+
+@constant_in_traces
+def _machine_problem(device: torch.device) -> str | None:
+    if device.type != "cuda" or compute_capability(device) != (9, 0):
+        return f"{device} is not a Hopper GPU (compute capability 9.0)"
+    if INTERPRETED or not _has_gluon():
+        return "Triton 3.6 or newer with Gluon is needed, outside of its interpreter"
     return None
 
 
@@ -81,7 +90,6 @@ def choose_form(d: int, dv: int, bn: int, *, out_matches: bool, **options: bool)
         *(block_d, block_dv, bn),
         stages=3 if small and bn == 64 else 2,
         q_buffers=2 if small else 1,
-        early=small,
         staged=staged,
         columns=dv if dv < block_dv else 0,
         **options,
