@@ -16,12 +16,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from keel.kernels import hopper_fwd
+from keel.kernels.hopper_common import Form
 from keel.kernels.hopper_launch import block_ns, choose_form
 
 FLOATS = {"LSE", "MAX_LOGITS", "SINK"}
 
 
-def forms() -> list[hopper_fwd.Form]:
+def forms() -> list[Form]:
     """Every head dim with each of its blocks; then the options, where registers are scarce."""
     plain = [
         choose_form(d, dv, bn, out_matches=True, want_max=True)
@@ -36,7 +37,7 @@ def forms() -> list[hopper_fwd.Form]:
     ]
 
 
-def signature(form: hopper_fwd.Form) -> tuple[dict[str, str], dict, dict]:
+def signature(form: Form) -> tuple[dict[str, str], dict, dict]:
     """(types, constants, alignments) of a call with contiguous bf16 tensors."""
     boxes = {"Q": (64, form.d), "K": (form.bn, form.d), "V": (form.bn, form.dv)}
     if form.staged:

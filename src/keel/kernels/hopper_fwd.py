@@ -12,7 +12,6 @@ Keys and values are handed back by named barriers, on which consumers only mark 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -26,15 +25,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from keel._versions import tma_load, tma_store
+from keel.kernels.hopper_common import (
+    FIELDS,
+    HALF,
+    LN2,
+    LOG2E,
+    capped,
+    draw,
+    field,
+    hide,
+    lane_sums,
+    mark,
+    publish,
+    raise_max,
+    told,
+    wait_for,
+)
 
 # fmt: off
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
-HALF = gl.constexpr(64)
-"""Rows of one consumer."""
-FIELDS = gl.constexpr(8)
-"""Numbers by which the producer tells of a tile."""
 K_FREE = gl.constexpr(9)
 V_FREE = gl.constexpr(12)
 """First named barriers of the stages of keys and of values; Triton itself uses those up to 8."""
@@ -85,33 +94,6 @@ class Ring(NamedTuple):
     fields_empty: Any
 
 
-@dataclass(frozen=True)
-class Form:
-    """What a variant is compiled for; device code sees its constants as capitals."""
-
-    d: int
-    dv: int
-    bn: int
-    """Keys of a block."""
-    stages: int = 2
-    """Blocks of keys and values in shared memory."""
-    q_buffers: int = 2
-    """With two, the next queries come while a tile is worked on."""
-    staged: bool = True
-    """Results leave through shared memory, in the place of their queries, by TMA."""
-    columns: int = 0
-    """Of out, where fewer than dv."""
-    has_sink: bool = False
-    has_softcap: bool = False
-    want_max: bool = False
-    accumulate: bool = False
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.isupper():
-            raise AttributeError(name)
-        return gl.constexpr(getattr(self, name.lower()))
-
-
 class Tile(NamedTuple):
     row0: Any
     row_end: Any
@@ -120,83 +102,6 @@ class Tile(NamedTuple):
     split: Any
     last: Any
     key: Any
-
-
-@gluon.jit
-def wait_for(number):
-    gl.inline_asm_elementwise("bar.sync $1, 288; mov.u32 $0, 0;", "=r,r,~{memory}", [number],
-                              dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def mark(number):
-    gl.inline_asm_elementwise("bar.arrive $1, 288; mov.u32 $0, 0;", "=r,r,~{memory}", [number],
-                              dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def raise_max(POINTER, seen, value):
-    """As in flash_common, where it is explained."""
-    value = value + 0.0
-    place = POINTER + (value * 0.0).to(gl.int32)
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred higher, any_higher, first, negative, positive;
-        .reg .b32 bits, flip, lane;
-        setp.gtu.f32 higher, $2, $3;
-        vote.sync.any.pred any_higher, higher, 0xffffffff;
-        @!any_higher bra DONE;
-        mov.b32 bits, $2;
-        shr.s32 flip, bits, 31;
-        and.b32 flip, flip, 0x7fffffff;
-        xor.b32 bits, bits, flip;
-        redux.sync.max.s32 bits, bits, 0xffffffff;
-        shr.s32 flip, bits, 31;
-        and.b32 flip, flip, 0x7fffffff;
-        xor.b32 bits, bits, flip;
-        mov.u32 lane, %laneid;
-        setp.eq.u32 first, lane, 0;
-        setp.lt.and.s32 negative, bits, 0, first;
-        setp.ge.and.s32 positive, bits, 0, first;
-        @positive red.relaxed.gpu.global.max.s32 [$1], bits;
-        @negative red.relaxed.gpu.global.min.u32 [$1], bits;
-        DONE:
-        mov.b32 $0, 0;
-        }""", "=r,l,f,f", [place.to(gl.int64, bitcast=True), value, value * 0.0 + seen],
-        dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def publish(ring, slot, number: gl.constexpr, value):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    ring.fields.index(slot * FIELDS + number).store(gl.full([1], value, gl.int32, layout))
-
-
-@gluon.jit
-def field(ring, slot, number: gl.constexpr):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(ring.fields.index(slot * FIELDS + number).load(layout), 0)
-
-
-@gluon.jit
-def draw(COUNTER):
-    """Lane 0 draws a number, which may take its time to come: `told` waits for it."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        .reg .b32 lane;
-        mov.u32 lane, %laneid;
-        setp.eq.u32 first, lane, 0;
-        mov.u32 $0, 0;
-        @first atom.global.gpu.relaxed.add.u32 $0, [$1], 1;
-        }""", "=r,l,~{memory}", [COUNTER.to(gl.int64, bitcast=True)],
-        dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def told(number):
-    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r",
-                                     [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -294,39 +199,6 @@ def next_tile(inputs, ring, turn, mine):
 def bounds(inputs, row_set, mine):
     rows = row_set * (2 * HALF) + mine
     return gl.load(inputs.ROW_LO + rows), gl.load(inputs.ROW_HI + rows)
-
-
-@gluon.jit
-def hide(s, key, lo, hi, BN: gl.constexpr):
-    """Scores of keys outside of [lo, hi) to -inf.
-
-    A thread holds every eighth pair of columns. Seen as (rows, BN / 8, 8), the middle index is a
-    constant of each register, so that a bound costs one compare with an immediate.
-    """
-    t = s.reshape([HALF, BN // 8, 8])
-    L: gl.constexpr = t.type.layout
-    octet = 8 * gl.arange(0, BN // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
-    inner = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :]
-    row_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, L))
-    low = (gl.convert_layout(lo, row_l) - key)[:, None] - inner
-    high = (gl.convert_layout(hi, row_l) - key)[:, None] - inner
-    keep = (octet >= low[:, None, :]) & (octet < high[:, None, :])
-    return gl.convert_layout(gl.where(keep, t, float("-inf")).reshape([HALF, BN]), s.type.layout)
-
-
-@gluon.jit
-def lane_sums(p, BN: gl.constexpr):
-    """Row sums of each lane's own columns, (rows, 8): lanes meet at the end of the tile."""
-    return gl.sum(p.reshape([HALF, BN // 8, 8]), 1)
-
-
-@gluon.jit
-def capped(s, scale, softcap):
-    """softcap · tanh(s · scale / softcap); exp overflows to inf for large s: the right limit."""
-    over = 1.0 + gl.exp2(s * (2.0 * LOG2E * scale / softcap))
-    inverse = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [over],
-                                        dtype=gl.float32, is_pure=True, pack=1)
-    return softcap - 2.0 * softcap * inverse
 
 
 @gluon.jit

@@ -19,7 +19,7 @@ from keel.meta import Scoring
 from keel.tile_records import ROWS, TileRecords, best_records
 
 if TYPE_CHECKING:
-    from keel.kernels.hopper_fwd import Form
+    from keel.kernels.hopper_common import Form
 
 GLUON = "triton.experimental.gluon.language.nvidia.hopper"
 
@@ -56,7 +56,7 @@ def _machine_problem(device: torch.device) -> str | None:
 
 
 def _can_be_described(x: torch.Tensor) -> bool:
-    """Whether TMA can take (tokens, heads, dim) of a 16-bit dtype, once it is aligned."""
+    """Whether TMA can take (tokens, heads, dim) of a 16-bit dtype, where it is aligned."""
     tokens, heads, _ = x.stride()
     return x.stride(2) == 1 and x.shape[2] % 8 == tokens % 8 == heads % 8 == 0
 
@@ -64,9 +64,7 @@ def _can_be_described(x: torch.Tensor) -> bool:
 @functools.cache
 def _has_gluon() -> bool:
     try:
-        return (
-            importlib.util.find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
-        )
+        return importlib.util.find_spec(GLUON) is not None
     except ImportError:
         return False
 
@@ -81,7 +79,7 @@ def choose_form(d: int, dv: int, bn: int, *, out_matches: bool, **options: bool)
 
     out_matches: out has the dtype of q, and a layout that TMA can write.
     """
-    from keel.kernels.hopper_fwd import Form
+    from keel.kernels.hopper_common import Form
 
     block_d, block_dv = block_of(d), block_of(dv)
     small = block_d + block_dv <= 256
@@ -127,6 +125,7 @@ def forward(
         return
     from keel.kernels.hopper_fwd import hopper_fwd_kernel
 
+    # torch's own allocations are aligned, so out always is
     q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))
     launch(
         hopper_fwd_kernel,
@@ -158,9 +157,7 @@ def _prepare(
     if form is None:
         form = choose_form(
             *(d, dv, records.block_n),
-            out_matches=out.dtype == q.dtype
-            and out.data_ptr() % 16 == 0
-            and out.stride(1) % 8 == 0,
+            out_matches=out.dtype == q.dtype and _can_be_described(out),
             has_sink=scoring.sink is not None,
             has_softcap=softcap,
             want_max=max_logits is not None,
@@ -207,10 +204,10 @@ def _describing(x: torch.Tensor, box: tuple[int, int]) -> Callable[[torch.Tensor
         "base": None  # the first tensor must not live on
     }
 
-    def describe(x: torch.Tensor) -> Any:
+    def describe(other: torch.Tensor) -> Any:
         made = TensorDescriptor.__new__(TensorDescriptor)
         vars(made).update(fields)
-        made.base = x
+        made.base = other
         return made
 
     return describe
