@@ -207,6 +207,11 @@ def _cut_at_tiles(rows: RowIntervals, block_m: int) -> Pieces:
     tile = first_tile[which] + ragged_arange(count)
     a = np.maximum(start[which], tile * block_m)
     b = np.minimum(end[which], (tile + 1) * block_m)
+    return pieces_of(rows, which, tile, a, b)
+
+
+def pieces_of(rows: RowIntervals, which: Ints, tile: Ints, a: Ints, b: Ints) -> Pieces:
+    """Rows [a, b) of the intervals `which`, each inside of one tile."""
     lo_base, lo_slope = rows.lo_base[which], rows.lo_slope[which]
     hi_base, hi_slope = rows.hi_base[which], rows.hi_slope[which]
     return Pieces(
