@@ -74,11 +74,12 @@ def choose_attention_backend(
 ) -> str:
     """As choose_backend, and "hopper": a forward for Hopper GPUs, with the portable backward.
 
-    "auto" does not take it yet; benchmarks/LOG.md says what has still to be run.
+    "auto" stays "auto" on a GPU: each call takes the Hopper forward where it can run.
     """
     if backend != "hopper":
-        return choose_backend(backend, q.device, q.dtype)
-    problem = _hopper_problem(q, k, v, scoring)
+        chosen = choose_backend(backend, q.device, q.dtype)
+        return backend if backend == "auto" and chosen == "triton" else chosen
+    problem = _triton_problem(q.device, q.dtype) or _hopper_problem(q, k, v, scoring)
     if problem is not None:
         raise ValueError(f"backend 'hopper' cannot run here: {problem}; use backend='auto'")
     return backend
@@ -87,17 +88,16 @@ def choose_attention_backend(
 def _hopper_problem(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring
 ) -> str | None:
-    problem = _triton_problem(q.device, q.dtype)
-    if problem is not None:
-        return problem
     from keel.kernels.hopper_launch import hopper_problem
 
     return hopper_problem(q, k, v, scoring)
 
 
-def _forward_kernel(backend: str) -> Any:
+def _forward_kernel(
+    backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring
+) -> Any:
     """The module whose `forward` serves a backend that is not torch itself."""
-    if backend == "hopper":
+    if backend == "hopper" or (backend == "auto" and _hopper_problem(q, k, v, scoring) is None):
         from keel.kernels import hopper_launch
 
         return hopper_launch
@@ -220,7 +220,7 @@ def _attn_fwd(
     if max_logits is None:
         max_logits = torch.full((hq if want_max else 0,), -torch.inf, device=q.device)
     q, scoring, _ = _positive_scale(q, scoring)
-    _forward_kernel(backend).forward(
+    _forward_kernel(backend, q, k, v, scoring).forward(
         *(q, k, v, attn_mask, scoring),
         out=out,
         lse=lse,
@@ -275,7 +275,7 @@ def _attn_accumulate(
             torch.maximum(max_logits, part_top, out=max_logits)
         return
     q, scoring, _ = _positive_scale(q, scoring)
-    _forward_kernel(backend).forward(
+    _forward_kernel(backend, q, k, v, scoring).forward(
         *(q, k, v, attn_mask, scoring),
         out=out,
         lse=lse,

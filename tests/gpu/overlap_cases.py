@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 
@@ -12,8 +18,23 @@ from keel.overlap import OverlapConfig, barrier_misses, measure
 FREE = CostModel(gb_per_s=1e9, latency_us=0.0)
 
 
-def report_of_a_forward(rank: int, degree: int) -> dict[str, object]:
+@contextlib.contextmanager
+def shared_gpu() -> Iterator[dict[str, str]]:
+    """Variables with which processes run side by side on a GPU; without MPS they take turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        where = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        control = ["nvidia-cuda-mps-control"]
+        environment = os.environ | where
+        subprocess.run([*control, "-d"], env=environment, check=True, timeout=30)
+        try:
+            yield where
+        finally:
+            subprocess.run(control, input=b"quit\n", env=environment, check=False, timeout=60)
+
+
+def report_of_a_forward(rank: int, degree: int, variables: dict[str, str]) -> dict[str, object]:
     """Of one rank: long attention over few keys, so that it can hide what gloo does with them."""
+    os.environ.update(variables)
     torch.cuda.set_device(0)
     torch.manual_seed(rank)
     rows = 32_768

@@ -61,10 +61,10 @@ def mark(number):
 @gluon.jit
 def raise_max(POINTER, seen, value):
     """As in flash_common, where it is explained."""
-    value = value + 0.0
-    place = POINTER + (value * 0.0).to(gl.int32)
+    zeros = gl.full(value.shape, 0.0, gl.float32, value.type.layout)
+    place = POINTER + zeros.to(gl.int32)
     gl.inline_asm_elementwise(
-        RAISE_MAX, "=r,l,f,f", [place.to(gl.int64, bitcast=True), value, value * 0.0 + seen],
+        RAISE_MAX, "=r,l,f,f", [place.to(gl.int64, bitcast=True), value, zeros + seen],
         dtype=gl.int32, is_pure=False, pack=1)
 
 
