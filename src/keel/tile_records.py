@@ -15,6 +15,7 @@ import functools
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from keel.masks.arrays import Ints, ragged_arange
@@ -51,10 +52,11 @@ class TileRecords:
     """All int32."""
 
     tiles: Int32s
-    """(tiles, FIELDS), most work first: row0, end of rows, first run, first full run, end of runs,
-    and of the first run its row set, first key and end of keys."""
+    """(tiles, FIELDS), most work first: row0, end of rows, first run, first partial run, end of
+    runs, row set of the first partial run, and first key and end of keys of the first run."""
     runs: Int32s
-    """(runs + 1, 4): first key, end of keys, row set (0 when full), 0; one more at the end."""
+    """(runs + 1, 4): first key, end of keys, row set (0 when full), 0; one more at the end. Full
+    ones come first: what a tile begins with overlaps with nothing, and should be short."""
     row_lo: Int32s
     """(row sets, ROWS): row r of a tile sees keys [lo, hi); in the last set, nothing."""
     row_hi: Int32s
@@ -165,28 +167,36 @@ def _written_out(
     row_hi: Int32s,
     block_n: int,
 ) -> TileRecords:
-    nowhere = len(lists.runs)  # the run of tiles that see nothing
+    lane = np.repeat(np.arange(len(origin)), np.diff(lists.ptr))
+    order = np.argsort(2 * lane + ~_is_full(lists), kind="stable")
+    nowhere = len(lane)  # the run of tiles that see nothing
     runs = np.zeros((nowhere + 2, 4), np.int32)
-    shift = np.repeat(origin, np.diff(lists.ptr))
-    runs[:nowhere, 0] = lists.runs[:, 0] * block_n + shift
-    runs[:nowhere, 1] = lists.runs[:, 1] * block_n + shift
-    runs[:nowhere, 2] = lists.runs[:, 2]
+    runs[:nowhere, 0] = lists.runs[order, 0] * block_n + origin[lane]
+    runs[:nowhere, 1] = lists.runs[order, 1] * block_n + origin[lane]
+    runs[:nowhere, 2] = lists.runs[order, 2]
     runs[nowhere] = (0, block_n, len(row_lo) - 1, 0)
     tile = lists.order
-    first, split, last = lists.ptr[tile], lists.split[tile], lists.ptr[tile + 1]
+    first, last = lists.ptr[tile], lists.ptr[tile + 1]
+    split = first + last - lists.split[tile]
     nothing = first == last
-    first = np.where(nothing, nowhere, first)
-    split, last = (np.where(nothing, nowhere + 1, x) for x in (split, last))
+    first, split = (np.where(nothing, nowhere, x) for x in (first, split))
+    last = np.where(nothing, nowhere + 1, last)
     tiles = np.zeros((len(tile), FIELDS), np.int32)
     tiles[:, :5] = np.stack([starts[tile], ends[tile], first, split, last], 1)
-    tiles[:, 5] = runs[first, 2]
+    # a tile without partial runs reads some row set, and does not use it
+    tiles[:, 5] = runs[np.minimum(split, last - 1), 2]
     tiles[:, 6:8] = runs[first, :2]
     return TileRecords(tiles, runs, row_lo, row_hi, block_n, lists.work, _time(lists, block_n))
 
 
 def _time(lists: TileLists, block_n: int) -> float:
     blocks = lists.runs[:, 1] - lists.runs[:, 0]
-    is_full = np.arange(len(blocks)) >= np.repeat(lists.split, np.diff(lists.ptr))
+    is_full = _is_full(lists)
     full, partial = BLOCK_TIME[block_n]
     time = full * blocks[is_full].sum() + partial * blocks[~is_full].sum()
     return float(time + TILE_TIME * len(lists.order))
+
+
+def _is_full(lists: TileLists) -> npt.NDArray[np.bool_]:
+    """(runs,) of lists, where the full ones of a tile come last."""
+    return np.arange(len(lists.runs)) >= np.repeat(lists.split, np.diff(lists.ptr))

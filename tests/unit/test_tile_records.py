@@ -28,7 +28,7 @@ def blocks_of(records: TileRecords) -> Iterable[tuple[int, int, int, int, int]]:
         for run in range(first, last):
             key, end, row_set, _ = records.runs[run].tolist()
             for k in range(key, end, records.block_n):
-                yield row0, row_end, k, k + records.block_n, row_set if run < split else -1
+                yield row0, row_end, k, k + records.block_n, -1 if run < split else row_set
 
 
 def covered(records: TileRecords, mask: AttnMask) -> torch.Tensor:
@@ -55,7 +55,9 @@ def check(records: TileRecords, mask: AttnMask) -> None:
         assert (rows[0][0], rows[-1][1]) == (0, mask.tq)
     for _, _, first, split, last, row_set, key, end in records.tiles.tolist():
         assert first < last and first <= split <= last
-        assert records.runs[first, :3].tolist() == [key, end, row_set]
+        assert records.runs[first, :2].tolist() == [key, end]
+        if split < last:
+            assert records.runs[split, 2] == row_set
         assert (records.runs[first:last, 1] > records.runs[first:last, 0]).all()
     hidden = records.row_lo[-1], records.row_hi[-1]
     assert (hidden[0] >= hidden[1]).all()
@@ -128,8 +130,8 @@ def test_a_short_tile_has_full_blocks():
     records = make_records(rows, 1000, document_cuts(rows, 1000), 64)
     blocks = [b for b in blocks_of(records) if b[0] == 128]
     assert [(b[1], b[2], b[4] < 0) for b in blocks] == [
-        (200, 192, False),
         (200, 0, True),
         (200, 64, True),
         (200, 128, True),
+        (200, 192, False),
     ]

@@ -101,6 +101,8 @@ class Tile(NamedTuple):
     split: Any
     last: Any
     key: Any
+    """First key and end of the first run."""
+    end: Any
 
 
 @gluon.jit
@@ -176,7 +178,7 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
 
 @gluon.jit
 def next_tile(inputs, ring, turn, mine):
-    """The tile that the producer tells of, and the bounds of the rows of its first run."""
+    """The tile that the producer tells of, and the bounds of its first partial run."""
     slot = turn & 1
     mbarrier.wait(ring.fields_full.index(slot), (turn >> 1) & 1)
     row0 = field(ring, slot, 0)
@@ -188,10 +190,12 @@ def next_tile(inputs, ring, turn, mine):
     row_set = field(ring, slot, 6)
     key = field(ring, slot, 7)
     mbarrier.arrive(ring.fields_empty.index(slot), count=1)
-    if row0 < 0:  # what follows is left over from an earlier tile
+    if row0 < 0:  # what follows is left over from an earlier tile, or from nowhere
         row_set = 0
+        first = 0
+    end = gl.load(inputs.RUNS + first * 4 + 1)
     lo, hi = bounds(inputs, row_set, mine)
-    return Tile(row0, row_end, head, first, split, last, key), lo, hi
+    return Tile(row0, row_end, head, first, split, last, key, end), lo, hi
 
 
 @gluon.jit
@@ -360,9 +364,9 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         key = tile.key
         raw_top = gl.full([HALF], float("-inf"), gl.float32, srow_l)
         if tile.first < tile.split:
-            s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, True)
-        else:
             s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, False)
+        else:
+            s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, True)
         top2 = gl.max(s, 1) * scale2
         shift = gl.where(top2 == float("-inf"), 0.0, top2)
         p = gl.exp2(s * scale2 - shift[:, None])
@@ -373,31 +377,33 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
             if turn > 0:  # what was put away has left shared memory by now
                 tma.store_wait(0)
                 mbarrier.arrive(ring.q_empty.index(buffer ^ 1), count=1)
-        done = 1
-        for run in range(tile.first, tile.split):
-            key = gl.load(inputs.RUNS + run * 4) + done * BN
-            end = gl.load(inputs.RUNS + run * 4 + 1)
-            following = gl.minimum(run + 1, tile.split - 1)
-            next_lo, next_hi = bounds(inputs, gl.load(inputs.RUNS + following * 4 + 2), mine)
-            done = 0
-            while key < end:
-                acc, sums, top2, raw_top, probs = step(
-                    q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, scale2,
-                    numbers, form, True, p_l, row_l)
-                key += BN
-                count += 1
-            lo = next_lo
-            hi = next_hi
-        for run in range(tile.split, tile.last):
-            key = gl.load(inputs.RUNS + run * 4) + done * BN
-            end = gl.load(inputs.RUNS + run * 4 + 1)
-            done = 0
-            while key < end:
-                acc, sums, top2, raw_top, probs = step(
-                    q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, scale2,
-                    numbers, form, False, p_l, row_l)
-                key += BN
-                count += 1
+        key += BN
+        end = tile.end
+        # One loop: of two, ptxas 12.9 gave the second the descriptors of q that the first had
+        # computed, even where the first had nothing to do.
+        for run in range(tile.first, tile.last):
+            next_key = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
+            next_end = gl.load(inputs.RUNS + run * 4 + 5)
+            if run < tile.split:
+                while key < end:
+                    acc, sums, top2, raw_top, probs = step(
+                        q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, scale2,
+                        numbers, form, False, p_l, row_l)
+                    key += BN
+                    count += 1
+            else:
+                following = gl.minimum(run + 1, tile.last - 1)
+                next_lo, next_hi = bounds(inputs, gl.load(inputs.RUNS + following * 4 + 2), mine)
+                while key < end:
+                    acc, sums, top2, raw_top, probs = step(
+                        q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, scale2,
+                        numbers, form, True, p_l, row_l)
+                    key += BN
+                    count += 1
+                lo = next_lo
+                hi = next_hi
+            key = next_key
+            end = next_end
         if form.Q_BUFFERS == 1:
             mbarrier.arrive(ring.q_empty.index(0), count=1)
         stage = count % form.STAGES
