@@ -1,0 +1,396 @@
+"""Hopper backward: dq, dk and dv in one pass, by specialised warps (Gluon, sm_90).
+
+A block of threads keeps a tile of 128 keys and values. One warp, the producer, brings blocks of
+queries, of dout and of their row vectors into shared memory by TMA, for each query head that shares
+the keys. Two warpgroups of consumers own 64 keys each. Scores are transposed, (keys, rows), so that
+probabilities and their gradients are operands in registers of
+
+    dv += pᵀ dout        dk += dsᵀ q
+
+and only ds goes through shared memory, where both consumers find all of it for dq = ds k. Each of
+them makes half of dq and has TMA add it up in fp32; dk and dv are written once.
+
+Keys that nobody sees get zeros. Blocks of rows that hang over the end are masked.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from keel import key_records
+from keel._versions import tma_add, tma_load, tma_store
+from keel.kernels.hopper_common import HALF, LOG2E, mark, wait_for
+
+# fmt: off
+
+Q_FREE = gl.constexpr(9)
+DO_FREE = gl.constexpr(11)
+"""First named barriers of the stages of queries and of dout."""
+KEY_FIELDS = gl.constexpr(key_records.KEY_FIELDS)
+
+
+class Inputs(NamedTuple):
+    """Descriptors (tokens, heads, dim), those of rows (numbers,), and pointers."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    dq: Any
+    dk: Any
+    dv: Any
+    lse2: Any
+    delta: Any
+    lo: Any
+    hi: Any
+    DK: Any
+    DV: Any
+    TILES: Any
+    RUNS: Any
+    SET_BASE: Any
+
+
+class Numbers(NamedTuple):
+    scale: Any
+    tq: Any
+    tk: Any
+    num_tiles: Any
+    section: Any
+    splits: Any
+    heads_each: Any
+    stride_dkt: Any
+    stride_dkh: Any
+    stride_dvt: Any
+    stride_dvh: Any
+
+
+class Ring(NamedTuple):
+    """Shared memory and its barriers: `full` says that data came."""
+
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    ds: Any
+    dq: Any
+    lse2: Any
+    delta: Any
+    lo: Any
+    hi: Any
+    q_full: Any
+    do_full: Any
+    k_full: Any
+    v_full: Any
+
+
+class Tile(NamedTuple):
+    key0: Any
+    lane: Any
+    first: Any
+    split: Any
+    last: Any
+
+
+@gluon.jit
+def meet():
+    """Both consumers have come this far."""
+    gl.inline_asm_elementwise("bar.sync 13, 256; mov.u32 $0, 0;", "=r,~{memory}", [],
+                              dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def hidden_zero():
+    """A zero that LLVM does not see through: it would keep addresses of keys in registers."""
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
+                                     pack=1)
+
+
+@gluon.jit
+def my_tile(inputs, numbers):
+    """Longest tiles first; a lane is a key head, or a part of the query heads that share one."""
+    work = gl.program_id(0)
+    in_section = work % (numbers.num_tiles * numbers.section)
+    lane = (work // (numbers.num_tiles * numbers.section)) * numbers.section
+    lane += in_section % numbers.section
+    record = inputs.TILES + (in_section // numbers.section) * KEY_FIELDS
+    return Tile(gl.load(record), lane, gl.load(record + 1), gl.load(record + 2),
+                gl.load(record + 3))
+
+
+@gluon.jit
+def bring(inputs, numbers, ring, form: gl.constexpr, count, row, head, row_set,
+          MASKED: gl.constexpr):
+    """A block of rows into its stage, when the block before it there has been read."""
+    BM: gl.constexpr = form.BM
+    stage = count % form.STAGES
+    place = head * numbers.tq + row
+    q_full = ring.q_full.index(stage)
+    do_full = ring.do_full.index(stage)
+    if count >= form.STAGES:
+        wait_for(Q_FREE + stage)
+    if MASKED:
+        mbarrier.expect(q_full, BM * form.D * 2 + 3 * BM * 4)
+        tma_load(inputs.lo, [row_set * BM], q_full, ring.lo.index(stage))
+        tma_load(inputs.hi, [row_set * BM], q_full, ring.hi.index(stage))
+    else:
+        mbarrier.expect(q_full, BM * form.D * 2 + BM * 4)
+    tma_load(inputs.q, [row, head, 0], q_full, ring.q.index(stage))
+    tma_load(inputs.lse2, [place], q_full, ring.lse2.index(stage))
+    if count >= form.STAGES:
+        wait_for(DO_FREE + stage)
+    mbarrier.expect(do_full, BM * form.D * 2 + BM * 4)
+    tma_load(inputs.do, [row, head, 0], do_full, ring.do.index(stage))
+    tma_load(inputs.delta, [place], do_full, ring.delta.index(stage))
+
+
+@gluon.jit
+def producer(inputs, numbers, ring, form: gl.constexpr):
+    tile = my_tile(inputs, numbers)
+    kv_head = tile.lane // numbers.splits
+    mbarrier.expect(ring.k_full, 2 * HALF * form.D * 2)
+    for half in gl.static_range(2):
+        tma_load(inputs.k, [tile.key0 + half * HALF, kv_head, 0], ring.k_full, ring.k.index(half))
+    mbarrier.expect(ring.v_full, 2 * HALF * form.D * 2)
+    for half in gl.static_range(2):
+        tma_load(inputs.v, [tile.key0 + half * HALF, kv_head, 0], ring.v_full, ring.v.index(half))
+    count = 0
+    head = tile.lane * numbers.heads_each
+    end_head = head + numbers.heads_each
+    while head < end_head:
+        run = tile.first
+        row = gl.load(inputs.RUNS + run * 4)
+        end = gl.load(inputs.RUNS + run * 4 + 1)
+        while run < tile.last:
+            number = gl.load(inputs.RUNS + run * 4 + 2)
+            next_row = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
+            next_end = gl.load(inputs.RUNS + run * 4 + 5)
+            if run < tile.split:
+                while row < end:
+                    row_set = gl.load(inputs.SET_BASE + row // form.BM) + number
+                    bring(inputs, numbers, ring, form, count, row, head, row_set, True)
+                    row += form.BM
+                    count += 1
+            else:
+                while row < end:
+                    bring(inputs, numbers, ring, form, count, row, head, 0, False)
+                    row += form.BM
+                    count += 1
+            row = next_row
+            end = next_end
+            run += 1
+        head += 1
+    for block in range(gl.maximum(count - form.STAGES, 0), count):  # marks nobody waited for
+        wait_for(Q_FREE + block % form.STAGES)
+        wait_for(DO_FREE + block % form.STAGES)
+
+
+@gluon.jit
+def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, count, row, head,
+         keys, scale2, MASKED: gl.constexpr, s_l: gl.constexpr, dq_l: gl.constexpr,
+         a_l: gl.constexpr):
+    """What a block of rows adds to dk, dv and dq."""
+    BM: gl.constexpr = form.BM
+    D: gl.constexpr = form.D
+    row_l: gl.constexpr = gl.SliceLayout(0, s_l)
+    stage = count % form.STAGES
+    phase = (count // form.STAGES) & 1
+    parity = count & 1
+    first = hidden_zero()
+    zero = gl.zeros([HALF, BM], gl.float32, s_l)
+    q = ring.q.index(stage).reshape([BM, D])
+    do = ring.do.index(stage).reshape([BM, D])
+    mbarrier.wait(ring.q_full.index(stage), phase)
+    s = warpgroup_mma(ring.k.index(first + cid).reshape([HALF, D]), q.permute((1, 0)), zero,
+                      use_acc=False, is_async=True)
+    mbarrier.wait(ring.do_full.index(stage), phase)
+    dp = warpgroup_mma(ring.v.index(first + cid).reshape([HALF, D]), do.permute((1, 0)), zero,
+                       use_acc=False, is_async=True)
+    lse2 = ring.lse2.index(stage).load(row_l)
+    s = warpgroup_mma_wait(1, [s])
+    if MASKED:
+        lo = ring.lo.index(stage).load(row_l)
+        hi = ring.hi.index(stage).load(row_l)
+        keep = (keys[:, None] >= lo[None, :]) & (keys[:, None] < hi[None, :])
+        s = gl.where(keep, s, float("-inf"))
+    p = gl.exp2(s * scale2 - lse2[None, :])
+    delta = ring.delta.index(stage).load(row_l)
+    dp = warpgroup_mma_wait(0, [dp])
+    probs = gl.convert_layout(p.to(ring.k.dtype), a_l)
+    dv = warpgroup_mma(probs, do, dv, is_async=True)
+    ds = (p * (dp - delta[None, :])).to(ring.k.dtype)
+    ring.ds.index(2 * parity + cid).store(ds)
+    fence_async_shared()
+    meet()
+    # ds has two buffers: when they meet again, nobody reads the one before this any more
+    dq = gl.zeros([HALF, HALF], gl.float32, dq_l)
+    for half in gl.static_range(2):
+        k = ring.k.index(first + half).reshape([HALF, D])
+        ds_half = ring.ds.index(2 * parity + half)
+        if BM == HALF:  # 64 columns of dq, those of this consumer
+            k = k.slice(cid * HALF, HALF, dim=1)
+        else:  # 64 rows
+            ds_half = ds_half.slice(cid * HALF, HALF, dim=1)
+        dq = warpgroup_mma(ds_half.permute((1, 0)), k, dq, use_acc=half > 0, is_async=True)
+    dk = warpgroup_mma(gl.convert_layout(ds, a_l), q, dk, is_async=True)
+    dv = warpgroup_mma_wait(3, [dv])
+    mark(DO_FREE + stage)
+    dq = warpgroup_mma_wait(1, [dq])
+    tma.store_wait(0)  # the dq before this one has left shared memory
+    staged = ring.dq.index(cid)
+    staged.reshape([HALF, HALF]).store(dq)
+    fence_async_shared()
+    if BM == HALF:
+        tma_add(inputs.dq, [row, head, cid * HALF], staged)
+    else:
+        tma_add(inputs.dq, [row + cid * HALF, head, 0], staged)
+    dk = warpgroup_mma_wait(0, [dk])
+    mark(Q_FREE + stage)
+    return dk, dv
+
+
+@gluon.jit
+def write_rows(POINTER, x, first, end, lane, stride_t, stride_h, COLUMNS: gl.constexpr,
+               D: gl.constexpr):
+    layout: gl.constexpr = x.type.layout
+    rows = first + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    dim = gl.arange(0, D, gl.SliceLayout(0, layout))
+    place = POINTER + (rows.to(gl.int64) * stride_t)[:, None]
+    place += lane.to(gl.int64) * stride_h + dim[None, :]
+    inside = (rows < end)[:, None] & (dim < COLUMNS)[None, :]
+    gl.store(place, x.to(POINTER.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
+    BM: gl.constexpr = form.BM
+    D: gl.constexpr = form.D
+    s_l: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    kv_l: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    dq_l: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
+    a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_l, k_width=2)
+    tile = my_tile(inputs, numbers)
+    scale2 = numbers.scale * LOG2E
+    key0 = tile.key0 + cid * HALF
+    keys = key0 + gl.arange(0, HALF, gl.SliceLayout(1, s_l))
+    dk = gl.zeros([HALF, D], gl.float32, kv_l)
+    dv = gl.zeros([HALF, D], gl.float32, kv_l)
+    count = 0
+    head = tile.lane * numbers.heads_each
+    end_head = head + numbers.heads_each
+    mbarrier.wait(ring.k_full, 0)
+    mbarrier.wait(ring.v_full, 0)
+    while head < end_head:
+        run = tile.first
+        row = gl.load(inputs.RUNS + run * 4)
+        end = gl.load(inputs.RUNS + run * 4 + 1)
+        while run < tile.split:
+            next_row = gl.load(inputs.RUNS + run * 4 + 4)
+            next_end = gl.load(inputs.RUNS + run * 4 + 5)
+            while row < end:
+                dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, keys,
+                              scale2, True, s_l, dq_l, a_l)
+                row += BM
+                count += 1
+            row = next_row
+            end = next_end
+            run += 1
+        while run < tile.last:
+            next_row = gl.load(inputs.RUNS + run * 4 + 4)
+            next_end = gl.load(inputs.RUNS + run * 4 + 5)
+            while row < end:
+                dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, keys,
+                              scale2, False, s_l, dq_l, a_l)
+                row += BM
+                count += 1
+            row = next_row
+            end = next_end
+            run += 1
+        head += 1
+    dk = dk * numbers.scale
+    if form.STAGED:  # values are read by their own consumer alone, keys by both
+        ring.v.index(cid).reshape([HALF, D]).store(dv.to(ring.v.dtype))
+        meet()
+        ring.k.index(cid).reshape([HALF, D]).store(dk.to(ring.k.dtype))
+        fence_async_shared()
+        tma_store(inputs.dv, [key0, tile.lane, 0], ring.v.index(cid))
+        tma_store(inputs.dk, [key0, tile.lane, 0], ring.k.index(cid))
+    else:
+        write_rows(inputs.DV, dv, key0, numbers.tk, tile.lane, numbers.stride_dvt,
+                   numbers.stride_dvh, form.DV_COLUMNS, D)
+        write_rows(inputs.DK, dk, key0, numbers.tk, tile.lane, numbers.stride_dkt,
+                   numbers.stride_dkh, form.DK_COLUMNS, D)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def first_consumer(inputs, numbers, ring, form: gl.constexpr):
+    consumer(0, inputs, numbers, ring, form)
+
+
+@gluon.jit
+def second_consumer(inputs, numbers, ring, form: gl.constexpr):
+    consumer(1, inputs, numbers, ring, form)
+
+
+NUMBERS = ["tq", "tk", "num_tiles", "section", "splits", "heads_each"]
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def hopper_bwd_kernel(
+    Q, K, V, DO, DQ, DK, DV, LSE2, DELTA, ROW_LO, ROW_HI, DK_OUT, DV_OUT, TILES, RUNS, SET_BASE,
+    scale, tq, tk, num_tiles, section, splits, heads_each,
+    stride_dkt, stride_dkh, stride_dvt, stride_dvh,
+    FORM: gl.constexpr,
+):
+    D: gl.constexpr = FORM.D
+    BM: gl.constexpr = FORM.BM
+    STAGES: gl.constexpr = FORM.STAGES
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    ds_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, BM], K.dtype)
+    ring = Ring(
+        q=gl.allocate_shared_memory(Q.dtype, [STAGES, BM, 1, D], Q.layout),
+        do=gl.allocate_shared_memory(DO.dtype, [STAGES, BM, 1, D], DO.layout),
+        k=gl.allocate_shared_memory(K.dtype, [2, HALF, 1, D], K.layout),
+        v=gl.allocate_shared_memory(V.dtype, [2, HALF, 1, D], V.layout),
+        ds=gl.allocate_shared_memory(K.dtype, [4, HALF, BM], ds_l),
+        dq=gl.allocate_shared_memory(gl.float32, [2, HALF, 1, HALF], DQ.layout),
+        lse2=gl.allocate_shared_memory(gl.float32, [STAGES, BM], LSE2.layout),
+        delta=gl.allocate_shared_memory(gl.float32, [STAGES, BM], DELTA.layout),
+        lo=gl.allocate_shared_memory(gl.int32, [STAGES, BM], ROW_LO.layout),
+        hi=gl.allocate_shared_memory(gl.int32, [STAGES, BM], ROW_HI.layout),
+        q_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        do_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        k_full=gl.allocate_shared_memory(gl.int64, [1], barrier),
+        v_full=gl.allocate_shared_memory(gl.int64, [1], barrier),
+    )
+    mbarrier.init(ring.k_full, 1)
+    mbarrier.init(ring.v_full, 1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ring.q_full.index(i), 1)
+        mbarrier.init(ring.do_full.index(i), 1)
+    fence_async_shared()
+    inputs = Inputs(Q, K, V, DO, DQ, DK, DV, LSE2, DELTA, ROW_LO, ROW_HI, DK_OUT, DV_OUT,
+                    TILES, RUNS, SET_BASE)
+    numbers = Numbers(scale, tq, tk, num_tiles, section, splits, heads_each,
+                      stride_dkt, stride_dkh, stride_dvt, stride_dvh)
+    gl.warp_specialize([
+        (first_consumer, (inputs, numbers, ring, FORM)),
+        (second_consumer, (inputs, numbers, ring, FORM)),
+        (producer, (inputs, numbers, ring, FORM)),
+    ], [4, 1], [240, 32])
+
+
+# fmt: on
