@@ -1,0 +1,213 @@
+"""The Hopper backward from the host: what it can do, how it is compiled, what it is given."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from keel.kernels.flash_common import num_sms, section_heads, strides
+from keel.kernels.hopper_launch import block_of, can_be_described, describing, hopper_problem
+from keel.kernels.launch import Prepared, launch
+from keel.key_records import KeyRecords, key_records
+from keel.masks import AttnMask
+from keel.meta import Scoring
+from keel.tiling import TileWork
+
+if TYPE_CHECKING:
+    from keel.kernels.hopper_common import BackwardForm
+
+HALF = 64
+"""Keys of one consumer."""
+
+
+def backward_problem(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring
+) -> str | None:
+    """Why the Hopper backward cannot take these tensors; None if it can."""
+    problem = hopper_problem(q, k, v, scoring)
+    if problem is not None:
+        return problem
+    if max(q.shape[2], v.shape[2]) > 128:
+        return f"head dims are {q.shape[2]} and {v.shape[2]}, at most 128 are supported"
+    if scoring.softcap > 0:
+        return "softcap is not supported"
+    if dout.dtype != q.dtype or not can_be_described(dout):
+        return f"dout is {dout.dtype} with strides {dout.stride()}, it must be like q"
+    return None
+
+
+def choose_splits(work: TileWork, hk: int, group: int, sms: int) -> int:
+    """Into how many parts the query heads that share keys are cut, a divisor of `group`.
+
+    The fewest such that the longest block of threads takes a quarter of an SM's share of the work
+    at most: the last ones then end together. Parts of dk and dv are added up afterwards.
+    """
+    share = work.total * hk * group / sms
+    divisors = [n for n in range(1, group + 1) if group % n == 0]
+    return next((n for n in divisors if work.longest * group / n <= share / 4), group)
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse2: torch.Tensor,
+    delta: torch.Tensor,
+    mask: AttnMask,
+    scoring: Scoring,
+    *,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    splits: int | None = None,
+) -> None:
+    """Fills dq, dk, dv, as flash_bwd.backward, for what `backward_problem` lets through.
+
+    dq is added up in fp32 in an order that differs from run to run. The scale is > 0. A sink needs
+    nothing here: lse2 knows of it, and its own gradient follows from lse and delta.
+    """
+    if 0 in (q.shape[0], k.shape[0]):  # nothing that a descriptor could describe
+        for x in (dq, dk, dv):
+            x.zero_()
+        return
+    (tq, hq, d), (tk, hk, dim_v) = q.shape, v.shape
+    block_d = max(block_of(d), block_of(dim_v))
+    records = key_records(mask, HALF * 128 // block_d)
+    if splits is None:
+        splits = choose_splits(records.work, hk, hq // hk, num_sms(q.device))
+    if (hq // hk) % splits:
+        raise ValueError(f"splits must divide the {hq // hk} query heads of a key head: {splits}")
+    dq32 = torch.zeros(tq, hq, d, dtype=torch.float32, device=q.device)
+    parts = (dk, dv)
+    if splits > 1:
+        parts = tuple(
+            torch.empty(tk, hk * splits, n, dtype=torch.float32, device=q.device)
+            for n in (d, dim_v)
+        )
+    _launch(dout, q, k, v, lse2, delta, mask, records, scoring.scale, splits, dq32, *parts)
+    if splits > 1:
+        for whole, part in zip((dk, dv), parts, strict=True):
+            whole.copy_(part.view(tk, hk, splits, -1).sum(2))
+    torch.mul(dq32, scoring.scale, out=dq)
+
+
+def _launch(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse2: torch.Tensor,
+    delta: torch.Tensor,
+    mask: AttnMask,
+    records: KeyRecords,
+    scale: float,
+    splits: int,
+    dq32: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+) -> None:
+    from keel.kernels.hopper_bwd import hopper_bwd_kernel
+
+    dout, q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (dout, q, k, v))
+    launch(
+        hopper_bwd_kernel,
+        (mask, scale, splits),
+        {
+            **{"Q": q, "K": k, "V": v, "DO": dout, "LSE2": lse2, "DELTA": delta, "DQ": dq32},
+            **{"DK": dk, "DV": dv, "DK_OUT": dk, "DV_OUT": dv},
+        },
+        lambda: _prepare(q, k, v, dout, records, scale, splits, lse2, dq32, dk, dv),
+    )
+
+
+def _prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    records: KeyRecords,
+    scale: float,
+    splits: int,
+    lse2: torch.Tensor,
+    dq32: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+) -> Prepared | None:
+    (tq, hq, d), (tk, hk, dim_v) = q.shape, v.shape
+    form = choose_backward_form(
+        d, dim_v, outs_match=all(x.dtype == q.dtype and can_be_described(x) for x in (dk, dv))
+    )
+    lanes = hk * splits
+    heads_each = hq // lanes
+    if len(records.tiles) * lanes == 0:
+        return None
+    lane_bytes = tq * heads_each * (d + dim_v) * q.element_size()
+    tile, block = (HALF, form.d), (form.bm, form.d)
+    rows = _describing_rows(lse2, form.bm)
+    streamed = {
+        **{"Q": describing(q, block), "DO": describing(dout, block)},
+        **{"K": describing(k, tile), "V": describing(v, tile)},
+        **{"DQ": describing(dq32, (HALF, HALF)), "LSE2": rows, "DELTA": rows},
+    }
+    if form.staged:
+        streamed |= {"DK": describing(dk, tile), "DV": describing(dv, tile)}
+    arrays = _on_device(records, q.device)
+    row_lo, row_hi = (arrays[name] for name in ("ROW_LO", "ROW_HI"))
+    describe = _describing_rows(row_lo, form.bm)
+    return Prepared(
+        (len(records.tiles) * lanes,),
+        {
+            **arrays,
+            **{"ROW_LO": describe(row_lo), "ROW_HI": describe(row_hi)},
+            **{"scale": scale, "tq": tq, "tk": tk, "num_tiles": len(records.tiles)},
+            "section": section_heads(lanes, lanes, lane_bytes, records.work, q.device),
+            **{"splits": splits, "heads_each": heads_each, "FORM": form},
+            **strides(dk=dk, dv=dv),
+        },
+        num_warps=4,
+        streamed=streamed,
+        left_out=("DK_OUT", "DV_OUT") if form.staged else ("DK", "DV"),
+    )
+
+
+def choose_backward_form(d: int, dim_v: int, *, outs_match: bool) -> BackwardForm:
+    """What is compiled for head dims; outs_match: dk and dv are of the dtype of q, fit for TMA."""
+    from keel.kernels.hopper_common import BackwardForm
+
+    block_d = max(block_of(d), block_of(dim_v))
+    if outs_match:
+        return BackwardForm(block_d, HALF * 128 // block_d)
+    return BackwardForm(
+        block_d, HALF * 128 // block_d, staged=False, dk_columns=d, dv_columns=dim_v
+    )
+
+
+def _describing_rows(x: torch.Tensor, rows: int) -> Callable[[torch.Tensor], Any]:
+    """Makes TMA descriptors of contiguous tensors like x, read as one row of 32-bit numbers."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    numbers = x.numel()
+
+    def describe(other: torch.Tensor) -> Any:
+        return TensorDescriptor(other, [numbers], [1], [rows], layout)
+
+    return describe
+
+
+@functools.lru_cache(maxsize=128)
+def _on_device(records: KeyRecords, device: torch.device) -> dict[str, torch.Tensor]:
+    """The records as kernel arguments, copied once."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "this mask was never used on this device, and its tile plan cannot be copied "
+            "there during CUDA graph capture: call the backward once before capturing"
+        )
+    arrays = {"TILES": records.tiles, "RUNS": records.runs, "SET_BASE": records.set_base}
+    arrays |= {"ROW_LO": records.row_lo, "ROW_HI": records.row_hi}
+    return {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}
