@@ -101,7 +101,7 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def _tma_add() -> Any:
-    """tma_add(descriptor, coordinates, shared memory); before Triton 3.8 only the builder has it."""
+    """tma_add(descriptor, place, shared memory), which before Triton 3.8 only the builder has."""
     from triton.experimental.gluon.language._core import builtin
     from triton.experimental.gluon.language.nvidia.hopper import tma
 

@@ -195,61 +195,94 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
 
 
 @gluon.jit
-def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, count, row, head,
-         keys, scale2, MASKED: gl.constexpr, s_l: gl.constexpr, dq_l: gl.constexpr,
-         a_l: gl.constexpr):
-    """What a block of rows adds to dk, dv and dq."""
-    BM: gl.constexpr = form.BM
-    D: gl.constexpr = form.D
-    row_l: gl.constexpr = gl.SliceLayout(0, s_l)
-    stage = count % form.STAGES
-    phase = (count // form.STAGES) & 1
-    parity = count & 1
-    first = hidden_zero()
-    zero = gl.zeros([HALF, BM], gl.float32, s_l)
-    q = ring.q.index(stage).reshape([BM, D])
-    do = ring.do.index(stage).reshape([BM, D])
-    mbarrier.wait(ring.q_full.index(stage), phase)
-    s = warpgroup_mma(ring.k.index(first + cid).reshape([HALF, D]), q.permute((1, 0)), zero,
-                      use_acc=False, is_async=True)
-    mbarrier.wait(ring.do_full.index(stage), phase)
-    dp = warpgroup_mma(ring.v.index(first + cid).reshape([HALF, D]), do.permute((1, 0)), zero,
-                       use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, [s])
+def probability(s, ring, form: gl.constexpr, stage, half: gl.constexpr, keys, scale2,
+                MASKED: gl.constexpr):
+    row_l: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    # Row vectors lie along columns here, many registers each: they are read where they are used.
     if MASKED:
-        lo = ring.lo.index(stage).load(row_l)
-        hi = ring.hi.index(stage).load(row_l)
+        lo = ring.lo.index(stage).slice(half * HALF, HALF).load(row_l)
+        hi = ring.hi.index(stage).slice(half * HALF, HALF).load(row_l)
         keep = (keys[:, None] >= lo[None, :]) & (keys[:, None] < hi[None, :])
         s = gl.where(keep, s, float("-inf"))
-    lse2 = ring.lse2.index(stage).load(row_l)
-    p = gl.exp2(s * scale2 - lse2[None, :])
-    dp = warpgroup_mma_wait(0, [dp])
-    probs = gl.convert_layout(p.to(ring.k.dtype), a_l)
-    dv = warpgroup_mma(probs, do, dv, is_async=True)
-    delta = ring.delta.index(stage).load(row_l)
+    lse2 = ring.lse2.index(stage).slice(half * HALF, HALF).load(row_l)
+    return gl.exp2(s * scale2 - lse2[None, :])
+
+
+@gluon.jit
+def score_gradient(p, dp, ring, stage, half: gl.constexpr, place):
+    """ds, also into its place in shared memory."""
+    delta = ring.delta.index(stage).slice(half * HALF, HALF).load(gl.SliceLayout(0, p.type.layout))
     ds = (p * (dp - delta[None, :])).to(ring.k.dtype)
-    ring.ds.index(2 * parity + cid).store(ds)
+    ring.ds.index(place).store(ds)
+    return ds
+
+
+@gluon.jit
+def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, count, row, head,
+         keys, scale2, MASKED: gl.constexpr, s_l: gl.constexpr, a_l: gl.constexpr):
+    """What a block of rows adds to dk, dv and dq: 64 rows, or twice 64."""
+    BM: gl.constexpr = form.BM
+    D: gl.constexpr = form.D
+    PARTS: gl.constexpr = BM // HALF
+    stage = count % form.STAGES
+    phase = (count // form.STAGES) & 1
+    first = hidden_zero()
+    zero = gl.zeros([HALF, HALF], gl.float32, s_l)
+    q = ring.q.index(stage).reshape([BM, D])
+    do = ring.do.index(stage).reshape([BM, D])
+    q0 = q.slice(0, HALF)
+    do0 = do.slice(0, HALF)
+    k_mine = ring.k.index(first + cid).reshape([HALF, D])
+    v_mine = ring.v.index(first + cid).reshape([HALF, D])
+    # ds has two buffers: when consumers meet again, nobody reads the one before any more
+    buffer = 2 * PARTS * (count & 1)
+    mbarrier.wait(ring.q_full.index(stage), phase)
+    s = warpgroup_mma(k_mine, q0.permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(ring.do_full.index(stage), phase)
+    dp = warpgroup_mma(v_mine, do0.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if PARTS == 1:
+        s = warpgroup_mma_wait(1, [s])
+        p = probability(s, ring, form, stage, 0, keys, scale2, MASKED)
+        dp = warpgroup_mma_wait(0, [dp])
+        dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do0, dv, is_async=True)
+        ds = score_gradient(p, dp, ring, stage, 0, buffer + cid)
+    else:
+        q1 = q.slice(HALF, HALF)
+        do1 = do.slice(HALF, HALF)
+        s1 = warpgroup_mma(k_mine, q1.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp1 = warpgroup_mma(v_mine, do1.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(3, [s])
+        p = probability(s, ring, form, stage, 0, keys, scale2, MASKED)
+        dp = warpgroup_mma_wait(2, [dp])
+        ds = score_gradient(p, dp, ring, stage, 0, buffer + 2 * cid)
+        s1 = warpgroup_mma_wait(1, [s1])
+        p1 = probability(s1, ring, form, stage, 1, keys, scale2, MASKED)
+        dp1 = warpgroup_mma_wait(0, [dp1])
+        dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do0, dv, is_async=True)
+        dv = warpgroup_mma(gl.convert_layout(p1.to(ring.k.dtype), a_l), do1, dv, is_async=True)
+        ds1 = score_gradient(p1, dp1, ring, stage, 1, buffer + 2 * cid + 1)
     fence_async_shared()
     meet()
-    # ds has two buffers: when they meet again, nobody reads the one before this any more
-    dq = gl.zeros([HALF, HALF], gl.float32, dq_l)
+    dq = zero
     for half in gl.static_range(2):
         k = ring.k.index(first + half).reshape([HALF, D])
-        ds_half = ring.ds.index(2 * parity + half)
-        if BM == HALF:  # 64 columns of dq, those of this consumer
+        if PARTS == 1:  # 64 columns of dq, those of this consumer
+            ds_half = ring.ds.index(buffer + half)
             k = k.slice(cid * HALF, HALF, dim=1)
         else:  # 64 rows
-            ds_half = ds_half.slice(cid * HALF, HALF, dim=1)
+            ds_half = ring.ds.index(buffer + 2 * half + cid)
         dq = warpgroup_mma(ds_half.permute((1, 0)), k, dq, use_acc=half > 0, is_async=True)
-    dk = warpgroup_mma(gl.convert_layout(ds, a_l), q, dk, is_async=True)
-    dv = warpgroup_mma_wait(3, [dv])
+    dk = warpgroup_mma(gl.convert_layout(ds, a_l), q0, dk, is_async=True)
+    if PARTS == 2:
+        dk = warpgroup_mma(gl.convert_layout(ds1, a_l), q1, dk, is_async=True)
+    dv = warpgroup_mma_wait(2 + PARTS, [dv])
     mark(DO_FREE + stage)
-    dq = warpgroup_mma_wait(1, [dq])
+    dq = warpgroup_mma_wait(PARTS, [dq])
     tma.store_wait(0)  # the dq before this one has left shared memory
     staged = ring.dq.index(cid)
     staged.reshape([HALF, HALF]).store(dq)
     fence_async_shared()
-    if BM == HALF:
+    if PARTS == 1:
         tma_add(inputs.dq, [row, head, cid * HALF], staged)
     else:
         tma_add(inputs.dq, [row + cid * HALF, head, 0], staged)
@@ -275,11 +308,9 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     BM: gl.constexpr = form.BM
     D: gl.constexpr = form.D
     s_l: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
     kv_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    dq_l: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
     a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_l, k_width=2)
     tile = my_tile(inputs, numbers)
     scale2 = numbers.scale * LOG2E
@@ -301,7 +332,7 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
             next_end = gl.load(inputs.RUNS + run * 4 + 5)
             while row < end:
                 dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, keys,
-                              scale2, True, s_l, dq_l, a_l)
+                              scale2, True, s_l, a_l)
                 row += BM
                 count += 1
             row = next_row
@@ -312,7 +343,7 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
             next_end = gl.load(inputs.RUNS + run * 4 + 5)
             while row < end:
                 dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, keys,
-                              scale2, False, s_l, dq_l, a_l)
+                              scale2, False, s_l, a_l)
                 row += BM
                 count += 1
             row = next_row
@@ -359,13 +390,13 @@ def hopper_bwd_kernel(
     BM: gl.constexpr = FORM.BM
     STAGES: gl.constexpr = FORM.STAGES
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    ds_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, BM], K.dtype)
+    ds_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HALF], K.dtype)
     ring = Ring(
         q=gl.allocate_shared_memory(Q.dtype, [STAGES, BM, 1, D], Q.layout),
         do=gl.allocate_shared_memory(DO.dtype, [STAGES, BM, 1, D], DO.layout),
         k=gl.allocate_shared_memory(K.dtype, [2, HALF, 1, D], K.layout),
         v=gl.allocate_shared_memory(V.dtype, [2, HALF, 1, D], V.layout),
-        ds=gl.allocate_shared_memory(K.dtype, [4, HALF, BM], ds_l),
+        ds=gl.allocate_shared_memory(K.dtype, [4 * BM // HALF, HALF, HALF], ds_l),
         dq=gl.allocate_shared_memory(gl.float32, [2, HALF, 1, HALF], DQ.layout),
         lse2=gl.allocate_shared_memory(gl.float32, [STAGES, BM], LSE2.layout),
         delta=gl.allocate_shared_memory(gl.float32, [STAGES, BM], DELTA.layout),
