@@ -1,0 +1,133 @@
+"""The Hopper backward's host side: what a launch is given says which gradients come out.
+
+The kernel itself runs on a GPU alone. In its place stands a walk in fp64 over the same records,
+which decodes work, runs and row sets as the kernel does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from keel import masks
+from keel.kernels import hopper_bwd_launch
+from keel.kernels.blocked import backward as blocked_backward
+from keel.key_records import KEYS
+from keel.masks import AttnMask, AttnSlice
+from keel.meta import Scoring
+from keel.reference import attention
+from keel.tiling import TileWork
+
+
+def walk(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """What hopper_bwd_kernel does, on the same arguments."""
+    given, form = prepared.arguments, prepared.arguments["FORM"]
+    q, k, v, do = (tensors[name].double() for name in ("Q", "K", "V", "DO"))
+    lse2, delta = tensors["LSE2"].double(), tensors["DELTA"].double()
+    row_lo, row_hi = (given[n].base.view(-1, form.bm) for n in ("ROW_LO", "ROW_HI"))
+    tiles, runs = given["TILES"].tolist(), given["RUNS"].tolist()
+    scale, section, tq, tk = given["scale"], given["section"], given["tq"], given["tk"]
+    outs = ("DK", "DV") if form.staged else ("DK_OUT", "DV_OUT")
+    assert set(prepared.left_out) == {"DK", "DV", "DK_OUT", "DV_OUT"} - set(outs)
+    dk_out, dv_out = (tensors[name] for name in outs)
+    for work in range(prepared.grid[0]):
+        in_section = work % (given["num_tiles"] * section)
+        lane = work // (given["num_tiles"] * section) * section + in_section % section
+        key, first, split, last = tiles[in_section // section]
+        kv_head = lane // given["splits"]
+        keys = torch.arange(key, min(key + KEYS, tk))
+        dk, dv = (torch.zeros(len(keys), x.shape[2], dtype=x.dtype) for x in (k, v))
+        for head in range(lane * given["heads_each"], (lane + 1) * given["heads_each"]):
+            for run in range(first, last):
+                begin, end, number, _ = runs[run]
+                for row in range(begin, end, form.bm):
+                    rows = torch.arange(row, min(row + form.bm, tq))
+                    s = q[rows, head] @ k[keys, kv_head].T * scale
+                    p = torch.exp2(s * 1.4426950408889634 - lse2[head, rows][:, None])
+                    if run < split:
+                        row_set = int(given["SET_BASE"][row // form.bm]) + number
+                        lo, hi = (x[row_set, : len(rows), None] for x in (row_lo, row_hi))
+                        p = torch.where((keys >= lo) & (keys < hi), p, 0.0)
+                    ds = p * (do[rows, head] @ v[keys, kv_head].T - delta[head, rows][:, None])
+                    dv += p.T @ do[rows, head]
+                    dk += ds.T @ q[rows, head]
+                    tensors["DQ"][rows, head] += (ds @ k[keys, kv_head]).float()
+        dk_out[keys, lane] = (dk * scale).to(dk_out.dtype)
+        dv_out[keys, lane] = dv.to(dv_out.dtype)
+
+
+MASKS = {
+    "documents": masks.documents([0, 130, 131, 300, 420], causal=True),
+    "window": masks.sliding_window(200, 333, left=70, right=3, sink_tokens=5),
+    "two intervals": AttnMask(
+        [AttnSlice(0, 150, 0, 40), AttnSlice(20, 200, 100, 260, hi=90), AttnSlice(0, 9, 0, 300)],
+        *(210, 300),
+    ),
+    "nothing": AttnMask([], 70, 140),
+}
+
+
+@pytest.mark.parametrize(
+    ("d", "dv", "splits"), [(64, 64, 1), (128, 128, 1), (128, 128, 2), (96, 40, 4)]
+)
+@pytest.mark.parametrize("name", MASKS)
+def test_gradients_of_the_records(name, d, dv, splits, monkeypatch):
+    mask, hq, hk = MASKS[name], 4, 1 if d == 96 else 2
+    torch.manual_seed(0)
+    q = torch.randn(mask.tq, hq, d).half()
+    k, v = torch.randn(mask.tk, hk, d).half(), torch.randn(mask.tk, hk, dv).half()
+    dout = torch.randn(mask.tq, hq, dv).half()
+    scoring = Scoring(scale=d**-0.5)
+    exact = [x.double() for x in (dout, q, k, v)]
+    out, lse, _ = attention(*exact[1:], mask, scoring)
+    delta = (exact[0] * out).sum(-1)
+    expected = blocked_backward(*exact, lse, delta, mask, scoring, want_dbias=False)[:3]
+    lse2 = torch.where(lse == -torch.inf, torch.inf, lse * 1.4426950408889634)
+
+    def launch(kernel: Any, key: Any, tensors: Any, prepare: Any) -> None:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        walk(prepare(), tensors)
+
+    monkeypatch.setattr(hopper_bwd_launch, "launch", launch)
+    grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    hopper_bwd_launch.backward(
+        *(dout, q, k, v, lse2.T.float().contiguous(), delta.T.float().contiguous(), mask, scoring),
+        **dict(zip(("dq", "dk", "dv"), grads, strict=True)),
+        splits=splits,
+    )
+    for ours, right in zip(grads, expected, strict=True):
+        torch.testing.assert_close(ours.double(), right, rtol=2e-3, atol=2e-3)
+    nobody = ~mask.to_dense().any(0)
+    assert (grads[1][nobody] == 0).all() and (grads[2][nobody] == 0).all()
+
+
+def test_splits_even_out_short_lists():
+    even = TileWork(longest=32, total=32 * 16, tiles=16)
+    assert hopper_bwd_launch.choose_splits(even, hk=8, group=8, sms=132) == 8
+    long = TileWork(longest=256, total=256 * 512, tiles=512)
+    assert hopper_bwd_launch.choose_splits(long, hk=8, group=8, sms=132) == 1
+    assert hopper_bwd_launch.choose_splits(even, hk=8, group=1, sms=132) == 1
+    assert hopper_bwd_launch.choose_splits(TileWork(0, 0, 3), hk=1, group=6, sms=132) == 1
+
+
+def test_splits_that_do_not_divide_are_refused():
+    q, k = torch.zeros(4, 6, 64).half(), torch.zeros(4, 2, 64).half()
+    rows = torch.zeros(6, 4)
+    with pytest.raises(ValueError, match="3 query heads of a key head: 2"):
+        hopper_bwd_launch.backward(
+            *(q, q, k, k, rows, rows, masks.full(4), Scoring(scale=1.0)),
+            **{"dq": q.clone(), "dk": k.clone(), "dv": k.clone()},
+            splits=2,
+        )
+
+
+def test_no_keys_give_zeros():
+    q, k = torch.ones(4, 6, 64).half(), torch.ones(0, 2, 64).half()
+    rows, dq = torch.zeros(6, 4), torch.full((4, 6, 64), torch.nan)
+    hopper_bwd_launch.backward(
+        *(q, q, k, k, rows, rows, masks.full(4, 0), Scoring(scale=1.0)),
+        **{"dq": dq, "dk": k.clone(), "dv": k.clone()},
+    )
+    assert (dq == 0).all()
