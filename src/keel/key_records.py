@@ -15,9 +15,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from keel.masks.mask import AttnMask
-from keel.tiling import Int32s, TileWork, plan_tiles
+from keel.tiling import PARTIAL_COST, Int32s, TileLists, TileWork, plan_tiles
 
 KEYS = 128
 """Keys of a tile, two warpgroups of 64."""
@@ -42,6 +43,8 @@ class KeyRecords:
     row_hi: Int32s
     block_m: int
     work: TileWork
+    tile_work: NDArray[np.float64]
+    """(tiles,) of each tile, in blocks of rows; partial ones count more."""
 
 
 @functools.lru_cache(maxsize=128)
@@ -57,8 +60,16 @@ def key_records(mask: AttnMask, block_m: int) -> KeyRecords:
     nothing = np.zeros((1, block_m), np.int32)
     row_lo, row_hi = (np.concatenate([x.numpy(), nothing]) for x in plan.row_sets)
     return KeyRecords(
-        *(tiles.astype(np.int32), runs, plan.set_base, row_lo, row_hi, block_m, lists.work)
+        *(tiles.astype(np.int32), runs, plan.set_base, row_lo, row_hi, block_m, lists.work),
+        tile_work=_tile_work(lists),
     )
+
+
+def _tile_work(lists: TileLists) -> NDArray[np.float64]:
+    blocks = (lists.runs[:, 1] - lists.runs[:, 0]).astype(np.float64)
+    is_partial = lists.runs[:, 2] >= 0
+    before = np.append(0.0, np.cumsum(np.where(is_partial, PARTIAL_COST * blocks, blocks)))
+    return (before[lists.ptr[1:]] - before[lists.ptr[:-1]])[lists.order]
 
 
 def key_blocks_of(records: KeyRecords) -> Iterable[tuple[int, int, int]]:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from keel import masks
 from keel.kernels import hopper_bwd_launch
 from keel.kernels.blocked import backward as blocked_backward
-from keel.key_records import KEYS
+from keel.key_records import KEYS, key_records
 from keel.masks import AttnMask, AttnSlice
 from keel.meta import Scoring
 from keel.reference import attention
-from keel.tiling import TileWork
 
 
 def walk(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
@@ -103,13 +103,21 @@ def test_gradients_of_the_records(name, d, dv, splits, monkeypatch):
     assert (grads[1][nobody] == 0).all() and (grads[2][nobody] == 0).all()
 
 
-def test_splits_even_out_short_lists():
-    even = TileWork(longest=32, total=32 * 16, tiles=16)
-    assert hopper_bwd_launch.choose_splits(even, hk=8, group=8, sms=132) == 8
-    long = TileWork(longest=256, total=256 * 512, tiles=512)
-    assert hopper_bwd_launch.choose_splits(long, hk=8, group=8, sms=132) == 1
-    assert hopper_bwd_launch.choose_splits(even, hk=8, group=1, sms=132) == 1
-    assert hopper_bwd_launch.choose_splits(TileWork(0, 0, 3), hk=1, group=6, sms=132) == 1
+def test_splits_when_they_end_earlier():
+    def chosen(mask: AttnMask, group: int) -> int:
+        tile_work = key_records(mask, 64).tile_work
+        return hopper_bwd_launch.choose_splits(tile_work, hk=8, group=group, sms=132)
+
+    assert chosen(masks.full(2048), 8) == 1  # 128 blocks of threads, all alike
+    assert chosen(masks.causal(2048), 8) in (2, 4)  # the longest would be alone at the end
+    assert chosen(masks.causal(2048), 1) == 1
+    assert chosen(masks.causal(65536), 8) == 1
+    assert chosen(masks.full(256), 8) == 8  # 16 blocks of threads for 132 SMs
+
+
+def test_end_of_last():
+    assert hopper_bwd_launch._end_of_last(np.array([5.0, 4.0, 3.0, 3.0, 3.0]), 2) == 10.0
+    assert hopper_bwd_launch._end_of_last(np.array([5.0]), 3) == 5.0
 
 
 def test_splits_that_do_not_divide_are_refused():

@@ -40,6 +40,8 @@ def test_every_pair_once(mask, block_m):
         assert first <= split <= last < len(records.runs)
         assert (records.runs[first:last, 1] > records.runs[first:last, 0]).all()
     assert not records.runs[-1].any()
+    assert np.allclose(records.tile_work.sum(), records.work.total)
+    assert (np.diff(records.tile_work) <= 1e-9).all()
     assert records.row_lo.shape == records.row_hi.shape == (len(records.row_lo), block_m)
     assert not records.row_lo[-1].any() and not records.row_hi[-1].any()
     # a key tile reads the sets of a block of rows, and never those of the next

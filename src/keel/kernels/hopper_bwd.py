@@ -195,6 +195,18 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
 
 
 @gluon.jit
+def seen(s, key, lo, hi):
+    """Scores of keys outside of [lo, hi) to -inf, in three instructions where LLVM takes four."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred inside;
+        setp.ge.s32 inside, $2, $3;
+        setp.lt.and.s32 inside, $2, $4, inside;
+        selp.f32 $0, $1, 0fFF800000, inside;
+        }""", "=f,f,r,r,r", [s, key, lo, hi], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def probability(s, ring, form: gl.constexpr, stage, half: gl.constexpr, keys, scale2,
                 MASKED: gl.constexpr):
     row_l: gl.constexpr = gl.SliceLayout(0, s.type.layout)
@@ -202,8 +214,7 @@ def probability(s, ring, form: gl.constexpr, stage, half: gl.constexpr, keys, sc
     if MASKED:
         lo = ring.lo.index(stage).slice(half * HALF, HALF).load(row_l)
         hi = ring.hi.index(stage).slice(half * HALF, HALF).load(row_l)
-        keep = (keys[:, None] >= lo[None, :]) & (keys[:, None] < hi[None, :])
-        s = gl.where(keep, s, float("-inf"))
+        s = seen(s, keys[:, None], lo[None, :], hi[None, :])
     lse2 = ring.lse2.index(stage).slice(half * HALF, HALF).load(row_l)
     return gl.exp2(s * scale2 - lse2[None, :])
 

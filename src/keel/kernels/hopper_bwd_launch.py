@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import heapq
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from keel.kernels.flash_common import num_sms, section_heads, strides
 from keel.kernels.hopper_launch import block_of, can_be_described, describing, hopper_problem
@@ -14,13 +17,20 @@ from keel.kernels.launch import Prepared, launch
 from keel.key_records import KeyRecords, key_records
 from keel.masks import AttnMask
 from keel.meta import Scoring
-from keel.tiling import TileWork
 
 if TYPE_CHECKING:
     from keel.kernels.hopper_common import BackwardForm
 
+Floats = NDArray[np.float64]
+
 HALF = 64
 """Keys of one consumer."""
+
+BLOCK_BESIDE = 2.0
+"""What a block of threads costs beside its blocks of rows, and"""
+
+PART_BESIDE = 3.5
+"""what a part of dk and dv costs to write and add, in blocks of rows: by bytes, not measured."""
 
 
 def backward_problem(
@@ -39,15 +49,29 @@ def backward_problem(
     return None
 
 
-def choose_splits(work: TileWork, hk: int, group: int, sms: int) -> int:
+def choose_splits(tile_work: Floats, hk: int, group: int, sms: int) -> int:
     """Into how many parts the query heads that share keys are cut, a divisor of `group`.
 
-    The fewest such that the longest block of threads takes a quarter of an SM's share of the work
-    at most: the last ones then end together. Parts of dk and dv are added up afterwards.
+    tile_work: blocks that each tile takes for one query head, most first. With parts, blocks of
+    threads are shorter and end together, but parts of dk and dv take time to write and add up. What
+    ends first is chosen, by way of the order in which the hardware starts blocks of threads.
     """
-    share = work.total * hk * group / sms
-    divisors = [n for n in range(1, group + 1) if group % n == 0]
-    return next((n for n in divisors if work.longest * group / n <= share / 4), group)
+    if len(tile_work) * hk >= 16 * sms:
+        return 1
+
+    def end_of_last(splits: int) -> float:
+        beside = BLOCK_BESIDE if splits == 1 else BLOCK_BESIDE + PART_BESIDE
+        return _end_of_last(np.repeat(tile_work * (group // splits) + beside, hk * splits), sms)
+
+    return min((n for n in range(1, group + 1) if group % n == 0), key=end_of_last)
+
+
+def _end_of_last(times: Floats, workers: int) -> float:
+    """When all is done, if each worker takes the next item whenever it is free."""
+    free = [0.0] * workers
+    for time in times.tolist():
+        heapq.heapreplace(free, free[0] + time)
+    return max(free)
 
 
 def backward(
@@ -78,7 +102,7 @@ def backward(
     block_d = max(block_of(d), block_of(dim_v))
     records = key_records(mask, HALF * 128 // block_d)
     if splits is None:
-        splits = choose_splits(records.work, hk, hq // hk, num_sms(q.device))
+        splits = choose_splits(records.tile_work, hk, hq // hk, num_sms(q.device))
     if (hq // hk) % splits:
         raise ValueError(f"splits must divide the {hq // hk} query heads of a key head: {splits}")
     dq32 = torch.zeros(tq, hq, d, dtype=torch.float32, device=q.device)
@@ -112,7 +136,10 @@ def _launch(
 ) -> None:
     from keel.kernels.hopper_bwd import hopper_bwd_kernel
 
-    dout, q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (dout, q, k, v))
+    dout, q, k, v = (
+        x if x.data_ptr() % 16 == 0 and 0 not in x.stride() else x.contiguous().clone()
+        for x in (dout, q, k, v)
+    )
     launch(
         hopper_bwd_kernel,
         (mask, scale, splits),
