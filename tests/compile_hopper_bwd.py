@@ -19,12 +19,12 @@ from keel.kernels import hopper_bwd
 from keel.kernels.hopper_common import BackwardForm
 
 FORMS = [
-    BackwardForm(128, 64),
-    BackwardForm(64, 128),
-    BackwardForm(128, 64, staged=False, dk_columns=128, dv_columns=96),
-    BackwardForm(64, 128, staged=False, dk_columns=64, dv_columns=64),
+    BackwardForm(128, 64, 128, 128),
+    BackwardForm(64, 128, 64, 64),
+    BackwardForm(128, 64, 128, 96, staged=False),
+    BackwardForm(64, 128, 64, 64, staged=False),
 ]
-ROWS = {"LSE2": "fp32", "DELTA": "fp32", "ROW_LO": "i32", "ROW_HI": "i32"}
+ROWS = {"LSE2", "DELTA"}
 
 
 def signature(form: BackwardForm, dtype: str) -> tuple[dict[str, str], dict, dict]:
@@ -32,7 +32,7 @@ def signature(form: BackwardForm, dtype: str) -> tuple[dict[str, str], dict, dic
     boxes = {"Q": form.bm, "DO": form.bm, "K": 64, "V": 64}
     if form.staged:
         boxes |= {"DK": 64, "DV": 64}
-    absent = {"DK_OUT", "DV_OUT"} if form.staged else {"DK", "DV"}
+    absent = {"DK", "DV"} - boxes.keys()
     element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
     types: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
@@ -49,9 +49,10 @@ def signature(form: BackwardForm, dtype: str) -> tuple[dict[str, str], dict, dic
             types[name] = f"tensordesc<fp32[64, 1, 64],{layout!r}>"
         elif name in ROWS:
             layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-            types[name] = f"tensordesc<{ROWS[name]}[{form.bm}],{layout!r}>"
+            types[name] = f"tensordesc<fp32[{form.bm}],{layout!r}>"
         elif name.isupper():
-            types[name] = "*fp32" if name.endswith("_OUT") else "*i32"
+            out = f"*{dtype}" if form.staged else "*fp32"
+            types[name] = out if name.endswith("_OUT") else "*i32"
         else:
             types[name] = "fp32" if name == "scale" else "i32"
         if types[name].startswith("*") or name.startswith("stride"):

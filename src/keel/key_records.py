@@ -1,82 +1,71 @@
 """Tiles as the Hopper backward wants them: per tile of keys, which blocks of rows see it.
 
-A tile of keys stays with its block of threads while blocks of rows pass by, those that need a
-mask first. A run is a stretch of such blocks. For each of its blocks, a partial run names by number
-one of the sets of bounds that the rows of the block have: row r of it sees keys [lo, hi).
+These are the records of the transposed mask: its rows are keys, and what a key sees is the rows
+that see it. So tiles of keys begin on a grid or where documents do, blocks of rows anywhere, and a
+mask is two numbers per key, which stay in registers for a whole run.
 
-Tiles and blocks lie on a grid. Each tile is there, also where nobody sees it: its gradients are
-zeros that somebody must write.
+What differs: a tile shorter than KEYS masks the keys that it does not have, since they would add to
+dq; and a tile that nobody sees has no run, since its gradients are zeros without one.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keel.masks.mask import AttnMask
-from keel.tiling import PARTIAL_COST, Int32s, TileLists, TileWork, plan_tiles
+from keel.tile_records import ROWS, TileRecords, document_cuts, make_records
+from keel.tiling import PARTIAL_COST
 
-KEYS = 128
+KEYS = ROWS
 """Keys of a tile, two warpgroups of 64."""
-
-KEY_FIELDS = 4
-"""Numbers of a tile's record."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyRecords:
-    """All int32."""
+    """What the kernel reads, and what the host decides by."""
 
-    tiles: Int32s
-    """(tiles, KEY_FIELDS), most work first: first key, first run, first full run, end of runs."""
-    runs: Int32s
-    """(runs + 1, 4): first row, end of rows (whole blocks), number of the set (0 when full), 0;
-    one more at the end, which kernels read ahead and never use."""
-    set_base: Int32s
-    """(blocks of rows,): where the sets of a block begin."""
-    row_lo: Int32s
-    """(sets, block_m), one more set than blocks have: TMA describes no empty tensor."""
-    row_hi: Int32s
-    block_m: int
-    work: TileWork
+    records: TileRecords
+    """Of the transposed mask, with blocks of block_n rows. In the place of the first run's row set,
+    tiles hold 1 where a tile has KEYS keys or ends with the tensor, so that TMA may write it."""
     tile_work: NDArray[np.float64]
-    """(tiles,) of each tile, in blocks of rows; partial ones count more."""
+    """(tiles,) in blocks of rows; partial ones count more."""
 
 
 @functools.lru_cache(maxsize=128)
 def key_records(mask: AttnMask, block_m: int) -> KeyRecords:
-    """Records of a mask for blocks of block_m rows."""
-    plan = plan_tiles(mask, block_m, KEYS)
-    lists = plan.k
-    tile = lists.order
-    tiles = np.stack([tile * KEYS, lists.ptr[tile], lists.split[tile], lists.ptr[tile + 1]], 1)
-    runs = np.zeros((len(lists.runs) + 1, 4), np.int32)
-    runs[:-1, :2] = lists.runs[:, :2] * block_m
-    runs[:-1, 2] = np.maximum(lists.runs[:, 2], 0)
-    nothing = np.zeros((1, block_m), np.int32)
-    row_lo, row_hi = (np.concatenate([x.numpy(), nothing]) for x in plan.row_sets)
-    return KeyRecords(
-        *(tiles.astype(np.int32), runs, plan.set_base, row_lo, row_hi, block_m, lists.work),
-        tile_work=_tile_work(lists),
-    )
+    """The cheapest tiles of a mask for blocks of block_m rows."""
+    keys = transposed(mask).row_intervals()
+    grid = np.arange(0, mask.tk, KEYS)
+    cuts = [grid]
+    aligned = document_cuts(keys, mask.tk)
+    if not np.array_equal(aligned, grid):
+        cuts.append(aligned)
+    choices = [make_records(keys, mask.tk, c, block_m, short_are_partial=True) for c in cuts]
+    records = min(choices, key=lambda choice: choice.time)
+    tiles = records.tiles.copy()
+    seen_by_none = tiles[:, 2] == len(records.runs) - 2
+    tiles[seen_by_none, 3:5] = tiles[seen_by_none, 2:3]
+    tiles[:, 5] = (tiles[:, 1] - tiles[:, 0] == KEYS) | (tiles[:, 1] == mask.tk)
+    records = replace(records, tiles=tiles)
+    return KeyRecords(records, _tile_work(records))
 
 
-def _tile_work(lists: TileLists) -> NDArray[np.float64]:
-    blocks = (lists.runs[:, 1] - lists.runs[:, 0]).astype(np.float64)
-    is_partial = lists.runs[:, 2] >= 0
-    before = np.append(0.0, np.cumsum(np.where(is_partial, PARTIAL_COST * blocks, blocks)))
-    return (before[lists.ptr[1:]] - before[lists.ptr[:-1]])[lists.order]
+def transposed(mask: AttnMask) -> AttnMask:
+    """Pairs (j, i) for pairs (i, j)."""
+    flipped = mask.array[:, [2, 3, 0, 1, 5, 4]].copy()
+    flipped[:, 4:] *= -1
+    return AttnMask(flipped, mask.tk, mask.tq)
 
 
-def key_blocks_of(records: KeyRecords) -> Iterable[tuple[int, int, int]]:
-    """(first key, first row, row set or -1) of every block, in the order of the kernel."""
-    for key, first, split, last in records.tiles.tolist():
-        for run in range(first, last):
-            row, end, number, _ = records.runs[run].tolist()
-            for r in range(row, end, records.block_m):
-                base = int(records.set_base[r // records.block_m])
-                yield key, r, base + number if run < split else -1
+def _tile_work(records: TileRecords) -> NDArray[np.float64]:
+    first, split, last = records.tiles[:, 2], records.tiles[:, 3], records.tiles[:, 4]
+    change = np.zeros(len(records.runs) + 1)
+    np.add.at(change, first, PARTIAL_COST - 1)
+    np.add.at(change, split, 1 - PARTIAL_COST)
+    blocks = (records.runs[:, 1] - records.runs[:, 0]) // records.block_n
+    before = np.append(0.0, np.cumsum(blocks * (1 + np.cumsum(change)[:-1])))
+    return before[last] - before[first]

@@ -1,11 +1,12 @@
 """The Hopper backward's host side: what a launch is given says which gradients come out.
 
 The kernel itself runs on a GPU alone. In its place stands a walk in fp64 over the same records,
-which decodes work, runs and row sets as the kernel does.
+which decodes work, runs and bounds as the kernel does.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -26,36 +27,37 @@ def walk(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
     given, form = prepared.arguments, prepared.arguments["FORM"]
     q, k, v, do = (tensors[name].double() for name in ("Q", "K", "V", "DO"))
     lse2, delta = tensors["LSE2"].double(), tensors["DELTA"].double()
-    row_lo, row_hi = (given[n].base.view(-1, form.bm) for n in ("ROW_LO", "ROW_HI"))
+    lo, hi = (given[n].view(-1, KEYS) for n in ("KEY_LO", "KEY_HI"))
     tiles, runs = given["TILES"].tolist(), given["RUNS"].tolist()
-    scale, section, tq, tk = given["scale"], given["section"], given["tq"], given["tk"]
-    outs = ("DK", "DV") if form.staged else ("DK_OUT", "DV_OUT")
-    assert set(prepared.left_out) == {"DK", "DV", "DK_OUT", "DV_OUT"} - set(outs)
-    dk_out, dv_out = (tensors[name] for name in outs)
-    for work in range(prepared.grid[0]):
-        in_section = work % (given["num_tiles"] * section)
-        lane = work // (given["num_tiles"] * section) * section + in_section % section
-        key, first, split, last = tiles[in_section // section]
+    scale, tq, tk = given["scale"], len(q), len(k)
+    assert given["tq"] == tq
+    assert prepared.left_out == (() if form.staged else ("DK", "DV"))
+    section, num_tiles, sections = prepared.grid
+    for z, y, x in itertools.product(range(sections), range(num_tiles), range(section)):
+        lane = z * section + x
+        key, key_end, first, split, last, whole = tiles[y][:6]
+        if form.staged and whole:  # TMA clips at the end of the tensor
+            assert key_end == min(key + KEYS, tk)
         kv_head = lane // given["splits"]
-        keys = torch.arange(key, min(key + KEYS, tk))
+        keys = torch.arange(key, min(key + KEYS, tk))  # all that TMA brings
         dk, dv = (torch.zeros(len(keys), x.shape[2], dtype=x.dtype) for x in (k, v))
         for head in range(lane * given["heads_each"], (lane + 1) * given["heads_each"]):
             for run in range(first, last):
-                begin, end, number, _ = runs[run]
+                begin, end, key_set, _ = runs[run]
                 for row in range(begin, end, form.bm):
                     rows = torch.arange(row, min(row + form.bm, tq))
                     s = q[rows, head] @ k[keys, kv_head].T * scale
                     p = torch.exp2(s * 1.4426950408889634 - lse2[head, rows][:, None])
                     if run < split:
-                        row_set = int(given["SET_BASE"][row // form.bm]) + number
-                        lo, hi = (x[row_set, : len(rows), None] for x in (row_lo, row_hi))
-                        p = torch.where((keys >= lo) & (keys < hi), p, 0.0)
+                        low, high = (b[key_set, : len(keys)] for b in (lo, hi))
+                        p = torch.where((rows[:, None] >= low) & (rows[:, None] < high), p, 0.0)
                     ds = p * (do[rows, head] @ v[keys, kv_head].T - delta[head, rows][:, None])
                     dv += p.T @ do[rows, head]
                     dk += ds.T @ q[rows, head]
                     tensors["DQ"][rows, head] += (ds @ k[keys, kv_head]).float()
-        dk_out[keys, lane] = (dk * scale).to(dk_out.dtype)
-        dv_out[keys, lane] = dv.to(dv_out.dtype)
+        mine = slice(0, key_end - key)
+        for out, grad in (("DK_OUT", dk * scale), ("DV_OUT", dv)):
+            tensors[out][keys[mine], lane] = grad[mine].to(tensors[out].dtype)
 
 
 MASKS = {
@@ -65,6 +67,7 @@ MASKS = {
         [AttnSlice(0, 150, 0, 40), AttnSlice(20, 200, 100, 260, hi=90), AttnSlice(0, 9, 0, 300)],
         *(210, 300),
     ),
+    "tiny documents": masks.documents(range(0, 300, 17), causal=True),
     "nothing": AttnMask([], 70, 140),
 }
 

@@ -10,7 +10,9 @@ probabilities and their gradients are operands in registers of
 and only ds goes through shared memory, where both consumers find all of it for dq = ds k. Each of
 them makes half of dq and has TMA add it up in fp32; dk and dv are written once.
 
-Keys that nobody sees get zeros. Blocks of rows that hang over the end are masked.
+A mask is the rows [lo, hi) that see a key, two numbers for each of the two keys of a thread. Blocks of
+rows that hang over the end are masked, as are keys that a short tile does not have. Keys that nobody
+sees get zeros.
 """
 
 from __future__ import annotations
@@ -27,16 +29,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from keel import key_records
 from keel._versions import tma_add, tma_load, tma_store
-from keel.kernels.hopper_common import HALF, LOG2E, mark, wait_for
+from keel.kernels.hopper_common import FIELDS, HALF, LOG2E, mark, wait_for
 
 # fmt: off
 
 Q_FREE = gl.constexpr(9)
 DO_FREE = gl.constexpr(11)
 """First named barriers of the stages of queries and of dout."""
-KEY_FIELDS = gl.constexpr(key_records.KEY_FIELDS)
 
 
 class Inputs(NamedTuple):
@@ -51,27 +51,19 @@ class Inputs(NamedTuple):
     dv: Any
     lse2: Any
     delta: Any
-    lo: Any
-    hi: Any
     DK: Any
     DV: Any
     TILES: Any
     RUNS: Any
-    SET_BASE: Any
+    KEY_LO: Any
+    KEY_HI: Any
 
 
 class Numbers(NamedTuple):
     scale: Any
     tq: Any
-    tk: Any
-    num_tiles: Any
-    section: Any
     splits: Any
     heads_each: Any
-    stride_dkt: Any
-    stride_dkh: Any
-    stride_dvt: Any
-    stride_dvh: Any
 
 
 class Ring(NamedTuple):
@@ -85,8 +77,6 @@ class Ring(NamedTuple):
     dq: Any
     lse2: Any
     delta: Any
-    lo: Any
-    hi: Any
     q_full: Any
     do_full: Any
     k_full: Any
@@ -95,10 +85,12 @@ class Ring(NamedTuple):
 
 class Tile(NamedTuple):
     key0: Any
+    key_end: Any
     lane: Any
     first: Any
     split: Any
     last: Any
+    whole: Any
 
 
 @gluon.jit
@@ -116,20 +108,20 @@ def hidden_zero():
 
 
 @gluon.jit
-def my_tile(inputs, numbers):
-    """Longest tiles first; a lane is a key head, or a part of the query heads that share one."""
-    work = gl.program_id(0)
-    in_section = work % (numbers.num_tiles * numbers.section)
-    lane = (work // (numbers.num_tiles * numbers.section)) * numbers.section
-    lane += in_section % numbers.section
-    record = inputs.TILES + (in_section // numbers.section) * KEY_FIELDS
-    return Tile(gl.load(record), lane, gl.load(record + 1), gl.load(record + 2),
-                gl.load(record + 3))
+def my_tile(inputs):
+    """A lane is a key head, or a part of the query heads that share one.
+
+    The grid is (lanes of a section, tiles, sections), and starts in this order: the longest tiles
+    of the first section first.
+    """
+    lane = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
+    record = inputs.TILES + gl.program_id(1) * FIELDS
+    return Tile(gl.load(record), gl.load(record + 1), lane, gl.load(record + 2),
+                gl.load(record + 3), gl.load(record + 4), gl.load(record + 5))
 
 
 @gluon.jit
-def bring(inputs, numbers, ring, form: gl.constexpr, count, row, head, row_set,
-          MASKED: gl.constexpr):
+def bring(inputs, numbers, ring, form: gl.constexpr, count, row, head):
     """A block of rows into its stage, when the block before it there has been read."""
     BM: gl.constexpr = form.BM
     stage = count % form.STAGES
@@ -138,12 +130,7 @@ def bring(inputs, numbers, ring, form: gl.constexpr, count, row, head, row_set,
     do_full = ring.do_full.index(stage)
     if count >= form.STAGES:
         wait_for(Q_FREE + stage)
-    if MASKED:
-        mbarrier.expect(q_full, BM * form.D * 2 + 3 * BM * 4)
-        tma_load(inputs.lo, [row_set * BM], q_full, ring.lo.index(stage))
-        tma_load(inputs.hi, [row_set * BM], q_full, ring.hi.index(stage))
-    else:
-        mbarrier.expect(q_full, BM * form.D * 2 + BM * 4)
+    mbarrier.expect(q_full, BM * form.D * 2 + BM * 4)
     tma_load(inputs.q, [row, head, 0], q_full, ring.q.index(stage))
     tma_load(inputs.lse2, [place], q_full, ring.lse2.index(stage))
     if count >= form.STAGES:
@@ -155,7 +142,7 @@ def bring(inputs, numbers, ring, form: gl.constexpr, count, row, head, row_set,
 
 @gluon.jit
 def producer(inputs, numbers, ring, form: gl.constexpr):
-    tile = my_tile(inputs, numbers)
+    tile = my_tile(inputs)
     kv_head = tile.lane // numbers.splits
     mbarrier.expect(ring.k_full, 2 * HALF * form.D * 2)
     for half in gl.static_range(2):
@@ -171,20 +158,12 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         row = gl.load(inputs.RUNS + run * 4)
         end = gl.load(inputs.RUNS + run * 4 + 1)
         while run < tile.last:
-            number = gl.load(inputs.RUNS + run * 4 + 2)
             next_row = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
             next_end = gl.load(inputs.RUNS + run * 4 + 5)
-            if run < tile.split:
-                while row < end:
-                    row_set = gl.load(inputs.SET_BASE + row // form.BM) + number
-                    bring(inputs, numbers, ring, form, count, row, head, row_set, True)
-                    row += form.BM
-                    count += 1
-            else:
-                while row < end:
-                    bring(inputs, numbers, ring, form, count, row, head, 0, False)
-                    row += form.BM
-                    count += 1
+            while row < end:
+                bring(inputs, numbers, ring, form, count, row, head)
+                row += form.BM
+                count += 1
             row = next_row
             end = next_end
             run += 1
@@ -195,26 +174,39 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
 
 
 @gluon.jit
-def seen(s, key, lo, hi):
-    """Scores of keys outside of [lo, hi) to -inf, in three instructions where LLVM takes four."""
-    return gl.inline_asm_elementwise(
+def bounds(inputs, run, mine):
+    """Rows [lo, hi) that the keys of a run see."""
+    keys = gl.load(inputs.RUNS + run * 4 + 2) * (2 * HALF) + mine
+    return gl.load(inputs.KEY_LO + keys), gl.load(inputs.KEY_HI + keys)
+
+
+@gluon.jit
+def seen(s, row, lo, hi):
+    """`hide`, for keys that see rows [lo, hi), in three instructions where LLVM takes four."""
+    t = s.reshape([HALF, HALF // 8, 8])
+    L: gl.constexpr = t.type.layout
+    octet = 8 * gl.arange(0, HALF // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    inner = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :]
+    key_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, L))
+    low = (gl.convert_layout(lo, key_l) - row)[:, None] - inner
+    high = (gl.convert_layout(hi, key_l) - row)[:, None] - inner
+    t = gl.inline_asm_elementwise(
         """{
         .reg .pred inside;
         setp.ge.s32 inside, $2, $3;
         setp.lt.and.s32 inside, $2, $4, inside;
         selp.f32 $0, $1, 0fFF800000, inside;
-        }""", "=f,f,r,r,r", [s, key, lo, hi], dtype=gl.float32, is_pure=True, pack=1)
+        }""", "=f,f,r,r,r", [t, octet, low[:, None, :], high[:, None, :]],
+        dtype=gl.float32, is_pure=True, pack=1)
+    return gl.convert_layout(t.reshape([HALF, HALF]), s.type.layout)
 
 
 @gluon.jit
-def probability(s, ring, form: gl.constexpr, stage, half: gl.constexpr, keys, scale2,
-                MASKED: gl.constexpr):
+def probability(s, ring, stage, half: gl.constexpr, row, lo, hi, scale2, MASKED: gl.constexpr):
     row_l: gl.constexpr = gl.SliceLayout(0, s.type.layout)
-    # Row vectors lie along columns here, many registers each: they are read where they are used.
     if MASKED:
-        lo = ring.lo.index(stage).slice(half * HALF, HALF).load(row_l)
-        hi = ring.hi.index(stage).slice(half * HALF, HALF).load(row_l)
-        s = seen(s, keys[:, None], lo[None, :], hi[None, :])
+        s = seen(s, row + half * HALF, lo, hi)
+    # Row vectors lie along columns here, many registers each: they are read where they are used.
     lse2 = ring.lse2.index(stage).slice(half * HALF, HALF).load(row_l)
     return gl.exp2(s * scale2 - lse2[None, :])
 
@@ -230,7 +222,7 @@ def score_gradient(p, dp, ring, stage, half: gl.constexpr, place):
 
 @gluon.jit
 def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, count, row, head,
-         keys, scale2, MASKED: gl.constexpr, s_l: gl.constexpr, a_l: gl.constexpr):
+         lo, hi, scale2, MASKED: gl.constexpr, s_l: gl.constexpr, a_l: gl.constexpr):
     """What a block of rows adds to dk, dv and dq: 64 rows, or twice 64."""
     BM: gl.constexpr = form.BM
     D: gl.constexpr = form.D
@@ -253,7 +245,7 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
     dp = warpgroup_mma(v_mine, do0.permute((1, 0)), zero, use_acc=False, is_async=True)
     if PARTS == 1:
         s = warpgroup_mma_wait(1, [s])
-        p = probability(s, ring, form, stage, 0, keys, scale2, MASKED)
+        p = probability(s, ring, stage, 0, row, lo, hi, scale2, MASKED)
         dp = warpgroup_mma_wait(0, [dp])
         dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do0, dv, is_async=True)
         ds = score_gradient(p, dp, ring, stage, 0, buffer + cid)
@@ -263,13 +255,13 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
         s1 = warpgroup_mma(k_mine, q1.permute((1, 0)), zero, use_acc=False, is_async=True)
         dp1 = warpgroup_mma(v_mine, do1.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(3, [s])
-        p = probability(s, ring, form, stage, 0, keys, scale2, MASKED)
+        p = probability(s, ring, stage, 0, row, lo, hi, scale2, MASKED)
         dp = warpgroup_mma_wait(2, [dp])
         dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do0, dv, is_async=True)
         ds = score_gradient(p, dp, ring, stage, 0, buffer + 2 * cid)
         dk = warpgroup_mma(gl.convert_layout(ds, a_l), q0, dk, is_async=True)
         s1 = warpgroup_mma_wait(3, [s1])
-        p1 = probability(s1, ring, form, stage, 1, keys, scale2, MASKED)
+        p1 = probability(s1, ring, stage, 1, row, lo, hi, scale2, MASKED)
         dp1 = warpgroup_mma_wait(2, [dp1])
         dv = warpgroup_mma(gl.convert_layout(p1.to(ring.k.dtype), a_l), do1, dv, is_async=True)
         ds = score_gradient(p1, dp1, ring, stage, 1, buffer + 2 * cid + 1)
@@ -302,15 +294,41 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
 
 
 @gluon.jit
-def write_rows(POINTER, x, first, end, lane, stride_t, stride_h, COLUMNS: gl.constexpr,
-               D: gl.constexpr):
+def write_rows(POINTER, x, first, end, lane, COLUMNS: gl.constexpr):
+    num_lanes = gl.num_programs(0) * gl.num_programs(2)
     layout: gl.constexpr = x.type.layout
     rows = first + gl.arange(0, HALF, gl.SliceLayout(1, layout))
-    dim = gl.arange(0, D, gl.SliceLayout(0, layout))
-    place = POINTER + (rows.to(gl.int64) * stride_t)[:, None]
-    place += lane.to(gl.int64) * stride_h + dim[None, :]
+    dim = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    place = POINTER + ((rows.to(gl.int64) * num_lanes + lane) * COLUMNS)[:, None] + dim[None, :]
     inside = (rows < end)[:, None] & (dim < COLUMNS)[None, :]
     gl.store(place, x.to(POINTER.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def write_directly(cid: gl.constexpr, inputs, form: gl.constexpr, tile, dk, dv):
+    first = tile.key0 + cid * HALF
+    write_rows(inputs.DV, dv, first, tile.key_end, tile.lane, form.DV_COLUMNS)
+    write_rows(inputs.DK, dk, first, tile.key_end, tile.lane, form.DK_COLUMNS)
+
+
+@gluon.jit
+def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv):
+    tile = my_tile(inputs)  # again: registers are scarce in the loops
+    dk = dk * numbers.scale
+    if form.STAGED:
+        if tile.whole != 0:  # TMA clips at the end of a tensor, not at that of a short tile
+            first = tile.key0 + cid * HALF
+            # values are read by their own consumer alone, keys by both
+            ring.v.index(cid).reshape([HALF, form.D]).store(dv.to(ring.v.dtype))
+            meet()
+            ring.k.index(cid).reshape([HALF, form.D]).store(dk.to(ring.k.dtype))
+            fence_async_shared()
+            tma_store(inputs.dv, [first, tile.lane, 0], ring.v.index(cid))
+            tma_store(inputs.dk, [first, tile.lane, 0], ring.k.index(cid))
+        else:
+            write_directly(cid, inputs, form, tile, dk, dv)
+    else:
+        write_directly(cid, inputs, form, tile, dk, dv)
 
 
 @gluon.jit
@@ -322,10 +340,9 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     kv_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_l, k_width=2)
-    tile = my_tile(inputs, numbers)
+    tile = my_tile(inputs)
     scale2 = numbers.scale * LOG2E
-    key0 = tile.key0 + cid * HALF
-    keys = key0 + gl.arange(0, HALF, gl.SliceLayout(1, s_l))
+    mine = cid * HALF + gl.arange(0, HALF, gl.SliceLayout(1, s_l))
     dk = gl.zeros([HALF, D], gl.float32, kv_l)
     dv = gl.zeros([HALF, D], gl.float32, kv_l)
     count = 0
@@ -337,22 +354,26 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         run = tile.first
         row = gl.load(inputs.RUNS + run * 4)
         end = gl.load(inputs.RUNS + run * 4 + 1)
+        lo, hi = bounds(inputs, run, mine)
         while run < tile.split:
-            next_row = gl.load(inputs.RUNS + run * 4 + 4)
+            next_row = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
             next_end = gl.load(inputs.RUNS + run * 4 + 5)
+            next_lo, next_hi = bounds(inputs, run + 1, mine)
             while row < end:
-                dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, keys,
+                dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, lo, hi,
                               scale2, True, s_l, a_l)
                 row += BM
                 count += 1
             row = next_row
             end = next_end
+            lo = next_lo
+            hi = next_hi
             run += 1
         while run < tile.last:
             next_row = gl.load(inputs.RUNS + run * 4 + 4)
             next_end = gl.load(inputs.RUNS + run * 4 + 5)
             while row < end:
-                dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, keys,
+                dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, lo, hi,
                               scale2, False, s_l, a_l)
                 row += BM
                 count += 1
@@ -360,19 +381,7 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
             end = next_end
             run += 1
         head += 1
-    dk = dk * numbers.scale
-    if form.STAGED:  # values are read by their own consumer alone, keys by both
-        ring.v.index(cid).reshape([HALF, D]).store(dv.to(ring.v.dtype))
-        meet()
-        ring.k.index(cid).reshape([HALF, D]).store(dk.to(ring.k.dtype))
-        fence_async_shared()
-        tma_store(inputs.dv, [key0, tile.lane, 0], ring.v.index(cid))
-        tma_store(inputs.dk, [key0, tile.lane, 0], ring.k.index(cid))
-    else:
-        write_rows(inputs.DV, dv, key0, numbers.tk, tile.lane, numbers.stride_dvt,
-                   numbers.stride_dvh, form.DV_COLUMNS, D)
-        write_rows(inputs.DK, dk, key0, numbers.tk, tile.lane, numbers.stride_dkt,
-                   numbers.stride_dkh, form.DK_COLUMNS, D)
+    put_away(cid, inputs, numbers, ring, form, dk, dv)
     tma.store_wait(0)
 
 
@@ -386,14 +395,13 @@ def second_consumer(inputs, numbers, ring, form: gl.constexpr):
     consumer(1, inputs, numbers, ring, form)
 
 
-NUMBERS = ["tq", "tk", "num_tiles", "section", "splits", "heads_each"]
+NUMBERS = ["tq", "splits", "heads_each"]
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_bwd_kernel(
-    Q, K, V, DO, DQ, DK, DV, LSE2, DELTA, ROW_LO, ROW_HI, DK_OUT, DV_OUT, TILES, RUNS, SET_BASE,
-    scale, tq, tk, num_tiles, section, splits, heads_each,
-    stride_dkt, stride_dkh, stride_dvt, stride_dvh,
+    Q, K, V, DO, DQ, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS, KEY_LO, KEY_HI,
+    scale, tq, splits, heads_each,
     FORM: gl.constexpr,
 ):
     D: gl.constexpr = FORM.D
@@ -410,8 +418,6 @@ def hopper_bwd_kernel(
         dq=gl.allocate_shared_memory(gl.float32, [2, HALF, 1, HALF], DQ.layout),
         lse2=gl.allocate_shared_memory(gl.float32, [STAGES, BM], LSE2.layout),
         delta=gl.allocate_shared_memory(gl.float32, [STAGES, BM], DELTA.layout),
-        lo=gl.allocate_shared_memory(gl.int32, [STAGES, BM], ROW_LO.layout),
-        hi=gl.allocate_shared_memory(gl.int32, [STAGES, BM], ROW_HI.layout),
         q_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         do_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         k_full=gl.allocate_shared_memory(gl.int64, [1], barrier),
@@ -423,10 +429,9 @@ def hopper_bwd_kernel(
         mbarrier.init(ring.q_full.index(i), 1)
         mbarrier.init(ring.do_full.index(i), 1)
     fence_async_shared()
-    inputs = Inputs(Q, K, V, DO, DQ, DK, DV, LSE2, DELTA, ROW_LO, ROW_HI, DK_OUT, DV_OUT,
-                    TILES, RUNS, SET_BASE)
-    numbers = Numbers(scale, tq, tk, num_tiles, section, splits, heads_each,
-                      stride_dkt, stride_dkh, stride_dvt, stride_dvh)
+    inputs = Inputs(Q, K, V, DO, DQ, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS,
+                    KEY_LO, KEY_HI)
+    numbers = Numbers(scale, tq, splits, heads_each)
     gl.warp_specialize([
         (first_consumer, (inputs, numbers, ring, FORM)),
         (second_consumer, (inputs, numbers, ring, FORM)),

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from keel.kernels.flash_common import num_sms, section_heads, strides
+from keel.kernels.flash_common import num_sms, section_heads
 from keel.kernels.hopper_launch import block_of, can_be_described, describing, hopper_problem
 from keel.kernels.launch import Prepared, launch
-from keel.key_records import KeyRecords, key_records
+from keel.key_records import key_records
 from keel.masks import AttnMask
 from keel.meta import Scoring
+from keel.tile_records import TileRecords
 
 if TYPE_CHECKING:
     from keel.kernels.hopper_common import BackwardForm
@@ -100,23 +101,27 @@ def backward(
         return
     (tq, hq, d), (tk, hk, dim_v) = q.shape, v.shape
     block_d = max(block_of(d), block_of(dim_v))
-    records = key_records(mask, HALF * 128 // block_d)
+    by_keys = key_records(mask, HALF * 128 // block_d)
+    records = by_keys.records
     if splits is None:
-        splits = choose_splits(records.tile_work, hk, hq // hk, num_sms(q.device))
+        splits = choose_splits(by_keys.tile_work, hk, hq // hk, num_sms(q.device))
     if (hq // hk) % splits:
         raise ValueError(f"splits must divide the {hq // hk} query heads of a key head: {splits}")
     dq32 = torch.zeros(tq, hq, d, dtype=torch.float32, device=q.device)
-    parts = (dk, dv)
-    if splits > 1:
-        parts = tuple(
-            torch.empty(tk, hk * splits, n, dtype=torch.float32, device=q.device)
-            for n in (d, dim_v)
-        )
+    parts = [_room_for(x, splits) for x in (dk, dv)]
     _launch(dout, q, k, v, lse2, delta, mask, records, scoring.scale, splits, dq32, *parts)
-    if splits > 1:
-        for whole, part in zip((dk, dv), parts, strict=True):
+    for whole, part in zip((dk, dv), parts, strict=True):
+        if part is not whole:
             whole.copy_(part.view(tk, hk, splits, -1).sum(2))
     torch.mul(dq32, scoring.scale, out=dq)
+
+
+def _room_for(x: torch.Tensor, splits: int) -> torch.Tensor:
+    """Where the kernel writes dk or dv: x itself where it can."""
+    if splits == 1 and x.is_contiguous() and x.data_ptr() % 16 == 0:
+        return x
+    (tk, hk, dim), dtype = x.shape, torch.float32 if splits > 1 else x.dtype
+    return torch.empty(tk, hk * splits, dim, dtype=dtype, device=x.device)
 
 
 def _launch(
@@ -127,13 +132,14 @@ def _launch(
     lse2: torch.Tensor,
     delta: torch.Tensor,
     mask: AttnMask,
-    records: KeyRecords,
+    records: TileRecords,
     scale: float,
     splits: int,
     dq32: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> None:
+    """dk and dv are contiguous, (tk, hk * splits, dim)."""
     from keel.kernels.hopper_bwd import hopper_bwd_kernel
 
     dout, q, k, v = (
@@ -156,7 +162,7 @@ def _prepare(
     k: torch.Tensor,
     v: torch.Tensor,
     dout: torch.Tensor,
-    records: KeyRecords,
+    records: TileRecords,
     scale: float,
     splits: int,
     lse2: torch.Tensor,
@@ -164,15 +170,14 @@ def _prepare(
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> Prepared | None:
-    (tq, hq, d), (tk, hk, dim_v) = q.shape, v.shape
-    form = choose_backward_form(
-        d, dim_v, outs_match=all(x.dtype == q.dtype and can_be_described(x) for x in (dk, dv))
-    )
+    (tq, hq, d), (_, hk, dim_v) = q.shape, v.shape
+    form = choose_backward_form(d, dim_v, outs_match=dk.dtype == dv.dtype == q.dtype)
     lanes = hk * splits
     heads_each = hq // lanes
-    if len(records.tiles) * lanes == 0:
+    if lanes == 0:
         return None
     lane_bytes = tq * heads_each * (d + dim_v) * q.element_size()
+    section = section_heads(lanes, lanes, lane_bytes, records.work, q.device)
     tile, block = (HALF, form.d), (form.bm, form.d)
     rows = _describing_rows(lse2, form.bm)
     streamed = {
@@ -182,35 +187,24 @@ def _prepare(
     }
     if form.staged:
         streamed |= {"DK": describing(dk, tile), "DV": describing(dv, tile)}
-    arrays = _on_device(records, q.device)
-    row_lo, row_hi = (arrays[name] for name in ("ROW_LO", "ROW_HI"))
-    describe = _describing_rows(row_lo, form.bm)
     return Prepared(
-        (len(records.tiles) * lanes,),
+        (section, len(records.tiles), lanes // section),
         {
-            **arrays,
-            **{"ROW_LO": describe(row_lo), "ROW_HI": describe(row_hi)},
-            **{"scale": scale, "tq": tq, "tk": tk, "num_tiles": len(records.tiles)},
-            "section": section_heads(lanes, lanes, lane_bytes, records.work, q.device),
-            **{"splits": splits, "heads_each": heads_each, "FORM": form},
-            **strides(dk=dk, dv=dv),
+            **_on_device(records, q.device),
+            **{"scale": scale, "tq": tq, "splits": splits, "heads_each": heads_each, "FORM": form},
         },
         num_warps=4,
         streamed=streamed,
-        left_out=("DK_OUT", "DV_OUT") if form.staged else ("DK", "DV"),
+        left_out=() if form.staged else ("DK", "DV"),
     )
 
 
 def choose_backward_form(d: int, dim_v: int, *, outs_match: bool) -> BackwardForm:
-    """What is compiled for head dims; outs_match: dk and dv are of the dtype of q, fit for TMA."""
+    """What is compiled for head dims; outs_match: dk and dv have the dtype of q."""
     from keel.kernels.hopper_common import BackwardForm
 
     block_d = max(block_of(d), block_of(dim_v))
-    if outs_match:
-        return BackwardForm(block_d, HALF * 128 // block_d)
-    return BackwardForm(
-        block_d, HALF * 128 // block_d, staged=False, dk_columns=d, dv_columns=dim_v
-    )
+    return BackwardForm(block_d, HALF * 128 // block_d, d, dim_v, staged=outs_match)
 
 
 def _describing_rows(x: torch.Tensor, rows: int) -> Callable[[torch.Tensor], Any]:
@@ -228,13 +222,13 @@ def _describing_rows(x: torch.Tensor, rows: int) -> Callable[[torch.Tensor], Any
 
 
 @functools.lru_cache(maxsize=128)
-def _on_device(records: KeyRecords, device: torch.device) -> dict[str, torch.Tensor]:
+def _on_device(records: TileRecords, device: torch.device) -> dict[str, torch.Tensor]:
     """The records as kernel arguments, copied once."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "this mask was never used on this device, and its tile plan cannot be copied "
             "there during CUDA graph capture: call the backward once before capturing"
         )
-    arrays = {"TILES": records.tiles, "RUNS": records.runs, "SET_BASE": records.set_base}
-    arrays |= {"ROW_LO": records.row_lo, "ROW_HI": records.row_hi}
+    arrays = {"TILES": records.tiles, "RUNS": records.runs}
+    arrays |= {"KEY_LO": records.row_lo, "KEY_HI": records.row_hi}
     return {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}

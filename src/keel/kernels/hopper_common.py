@@ -59,14 +59,13 @@ class BackwardForm(Constants):
     """Columns of blocks, 64 or 128; heads may have fewer."""
     bm: int
     """Rows of a block: 64 · 128 / d, so that each consumer makes 64 x 64 of dq."""
+    dk_columns: int
+    """Of heads."""
+    dv_columns: int
     stages: int = 2
     """Blocks of rows in shared memory."""
     staged: bool = True
     """dk and dv leave through shared memory, in the place of their keys and values, by TMA."""
-    dk_columns: int = 0
-    """Of dk, where it is not staged, and"""
-    dv_columns: int = 0
-    """of dv."""
 
 
 @gluon.jit
