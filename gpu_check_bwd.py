@@ -67,12 +67,12 @@ class Problem:
         flash_fwd.forward(self.q, self.k, self.v, mask, self.scoring, out=out, lse=lse)
         self.lse2, self.delta = flash_bwd.row_terms(out, self.dout, lse, None)
 
-    def gradients(self, how, dtype=None, **options):
+    def gradients(self, how, dtype=None, out=None, **options):
         tensors = (self.dout, self.q, self.k, self.v)
         if dtype is not None:
             tensors = tuple(x.to(dtype) for x in tensors)
         grads = {
-            n: torch.full_like(x, float("nan"))
+            n: torch.full_like(x, float("nan"), dtype=out)
             for n, x in zip(("dq", "dk", "dv"), tensors[1:], strict=True)
         }
         how(*tensors, self.lse2, self.delta, self.mask, self.scoring, **grads, **options)
@@ -150,6 +150,11 @@ def check_all(num_random: int, quick: bool) -> int:
         for splits in (2, 4):
             problem = Problem(plain["documents causal"], 8, 2, d)
             wrong += not check(f"splits {splits} d={d}", problem, splits=splits)
+        problem = Problem(plain["documents causal"], 8, 2, d)
+        packed = torch.cat([problem.q, problem.k, problem.v], 1)  # strided, as from one projection
+        problem.q, problem.k, problem.v = packed.split([8, 2, 2], 1)
+        wrong += not check(f"packed qkv d={d}", problem, splits=1)
+        wrong += not check(f"packed qkv, fp32 out d={d}", problem, splits=1, out=torch.float32)
         problem = Problem(plain["causal 1000"], 8, 2, d, dtype=torch.float16, sink=True)
         wrong += not check(f"fp16 with a sink d={d}", problem)
     for d, dv in ((96, 96), (40, 40), (128, 64), (64, 128)):

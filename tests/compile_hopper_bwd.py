@@ -21,7 +21,7 @@ from keel.kernels.hopper_common import BackwardForm
 FORMS = [
     BackwardForm(128, 64, 128, 128),
     BackwardForm(64, 128, 64, 64),
-    BackwardForm(128, 64, 128, 96, staged=False),
+    BackwardForm(128, 64, 128, 128, staged=False),
     BackwardForm(64, 128, 64, 64, staged=False),
 ]
 ROWS = {"LSE2", "DELTA"}

@@ -10,9 +10,9 @@ probabilities and their gradients are operands in registers of
 and only ds goes through shared memory, where both consumers find all of it for dq = ds k. Each of
 them makes half of dq and has TMA add it up in fp32; dk and dv are written once.
 
-A mask is the rows [lo, hi) that see a key, two numbers for each of the two keys of a thread. Blocks of
-rows that hang over the end are masked, as are keys that a short tile does not have. Keys that nobody
-sees get zeros.
+A mask is the rows [lo, hi) that see a key, two numbers for each of the two keys of a thread. Blocks
+of rows that hang over the end are masked, as are keys that a short tile does not have. Keys that
+nobody sees get zeros.
 """
 
 from __future__ import annotations
@@ -436,7 +436,7 @@ def hopper_bwd_kernel(
         (first_consumer, (inputs, numbers, ring, FORM)),
         (second_consumer, (inputs, numbers, ring, FORM)),
         (producer, (inputs, numbers, ring, FORM)),
-    ], [4, 1], [240, 32])
+    ], [4, 1], [240, 24])
 
 
 # fmt: on
