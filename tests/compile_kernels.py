@@ -234,7 +234,21 @@ def backward_variants(
 def softmax_variants(arch: int):
     """Tabled configs, plain, causal and masked: all of them for the GPU they were measured on."""
     lengths = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
-    between = (640, 1001, 1536, 3072, 4000, 5000, 8000, 10_240, 20_480, 24_577, 28_672, 30_000)
+    between = (
+        640,
+        1001,
+        1536,
+        3072,
+        4000,
+        5000,
+        7200,
+        8000,
+        10_240,
+        20_480,
+        24_577,
+        28_672,
+        30_000,
+    )
     for sk in (*lengths, *between) if arch == 90 else (512, 5000, 65_536):
         for kind in ("plain", "causal", "masked"):
             yield softmax_forward_variant(sk, kind, arch)

@@ -12,7 +12,6 @@ theirs is hidden altogether.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +27,7 @@ from keel.tiling import (
     TileWork,
     draw_row_sets,
     full_runs,
+    pieces_of,
     ramps_of,
     tile_lists,
     with_partial,
@@ -159,13 +159,7 @@ def _cut(rows: RowIntervals, starts: Ints, ends: Ints) -> Pieces:
     which = np.repeat(np.arange(len(strip)), count)
     tile = first_tile[which] + ragged_arange(count)
     a, b = np.maximum(begin[which], starts[tile]), np.minimum(end[which], ends[tile])
-    lo_base, lo_slope = rows.lo_base[which], rows.lo_slope[which]
-    hi_base, hi_slope = rows.hi_base[which], rows.hi_slope[which]
-    return Pieces(
-        *(tile, rows.index[which], a, b),
-        *(lo_base + lo_slope * a, lo_base + lo_slope * (b - 1)),
-        *(hi_base + hi_slope * a, hi_base + hi_slope * (b - 1)),
-    )
+    return pieces_of(rows, which, tile, a, b)
 
 
 def _written_out(
@@ -202,12 +196,3 @@ def _time(lists: TileLists, block_n: int) -> float:
     full, partial = BLOCK_TIME[block_n]
     time = full * blocks[is_full].sum() + partial * blocks[~is_full].sum()
     return float(time + TILE_TIME * len(lists.order))
-
-
-def blocks_of(records: TileRecords) -> Iterable[tuple[int, int, int, int, int]]:
-    """(first row, end of rows, first key, end of keys, row set or -1) of every block."""
-    for row0, row_end, first, split, last, *_ in records.tiles.tolist():
-        for run in range(first, last):
-            key, end, row_set, _ = records.runs[run].tolist()
-            for k in range(key, end, records.block_n):
-                yield row0, row_end, k, k + records.block_n, row_set if run < split else -1

@@ -155,7 +155,7 @@ def plan_tiles(mask: AttnMask, block_m: int, block_n: int) -> TilePlan:
     num_sets = np.zeros(num_q, np.int64)
     np.maximum.at(num_sets, pieces.tile, pieces.index + 1)
     set_base = np.cumsum(num_sets) - num_sets
-    full = full_runs(pieces, num_k, np.full(num_q, block_m), block_n)
+    full = full_runs(pieces, num_k, block_m, block_n)
     runs = with_partial(full, pieces, num_sets, num_k, block_n)
     row_set = np.where(runs.index < 0, -1, set_base[runs.lane] + runs.index)
     return TilePlan(
@@ -207,6 +207,11 @@ def _cut_at_tiles(rows: RowIntervals, block_m: int) -> Pieces:
     tile = first_tile[which] + ragged_arange(count)
     a = np.maximum(start[which], tile * block_m)
     b = np.minimum(end[which], (tile + 1) * block_m)
+    return pieces_of(rows, which, tile, a, b)
+
+
+def pieces_of(rows: RowIntervals, which: Ints, tile: Ints, a: Ints, b: Ints) -> Pieces:
+    """Rows [a, b) of the intervals `which`, each inside of one tile."""
     lo_base, lo_slope = rows.lo_base[which], rows.lo_slope[which]
     hi_base, hi_slope = rows.hi_base[which], rows.hi_slope[which]
     return Pieces(
@@ -216,8 +221,11 @@ def _cut_at_tiles(rows: RowIntervals, block_m: int) -> Pieces:
     )
 
 
-def full_runs(pieces: Pieces, num_k: int, rows: Ints, block_n: int) -> _Runs:
-    """A block is full when pieces that span its k tile hold all rows of its tile together."""
+def full_runs(pieces: Pieces, num_k: int, rows: int | Ints, block_n: int) -> _Runs:
+    """A block is full when pieces that span its k tile hold all rows of its tile together.
+
+    rows: of every tile, or (tiles,) of each.
+    """
     start, end = -(-pieces.lo_last // block_n), pieces.hi_first // block_n
     spans = start < end
     lane, first, last = _sweep(
@@ -253,7 +261,7 @@ def with_partial(full: _Runs, pieces: Pieces, num_sets: Ints, num_k: int, block_
 
 
 def _sweep(
-    lane: Ints, start: Ints, end: Ints, weight: Ints, length: int, need: Ints | None = None
+    lane: Ints, start: Ints, end: Ints, weight: Ints, length: int, need: int | Ints | None = None
 ) -> tuple[Ints, Ints, Ints]:
     """Maximal segments of each lane whose weights sum to its `need` (default: to more than 0)."""
     stride = length + 1
@@ -261,8 +269,9 @@ def _sweep(
     change = np.concatenate([weight, -weight])
     key, order = sort_with_index(key)
     level = np.cumsum(change[order])[:-1]
-    enough = level > 0 if need is None else level == need[key[:-1] // stride]
-    inside = (key[1:] > key[:-1]) & enough
+    if isinstance(need, np.ndarray):
+        need = need[key[:-1] // stride]
+    inside = (key[1:] > key[:-1]) & (level > 0 if need is None else level == need)
     first, last = key[:-1][inside], key[1:][inside]
     touches = first[1:] == last[:-1]
     first = first[np.append(True, ~touches)[: len(first)]]

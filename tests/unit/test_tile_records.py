@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 import torch
@@ -15,10 +17,18 @@ from keel.tile_records import (
     ROWS,
     TileRecords,
     best_records,
-    blocks_of,
     document_cuts,
     make_records,
 )
+
+
+def blocks_of(records: TileRecords) -> Iterable[tuple[int, int, int, int, int]]:
+    """(first row, end of rows, first key, end of keys, row set or -1) of every block."""
+    for row0, row_end, first, split, last, *_ in records.tiles.tolist():
+        for run in range(first, last):
+            key, end, row_set, _ = records.runs[run].tolist()
+            for k in range(key, end, records.block_n):
+                yield row0, row_end, k, k + records.block_n, row_set if run < split else -1
 
 
 def covered(records: TileRecords, mask: AttnMask) -> torch.Tensor:
@@ -104,3 +114,22 @@ def test_rows_that_see_nothing_have_a_tile():
     check(records, mask)
     assert len(records.tiles) == 3
     assert len(best_records(masks.full(0, 5), (64,)).tiles) == 0
+
+
+def test_documents_that_fill_a_tile_to_the_row():
+    cuts = document_cuts(masks.documents(range(0, 1025, 64)).row_intervals(), 1024)
+    assert cuts.tolist() == list(range(0, 1024, 128))
+
+
+def test_a_short_tile_has_full_blocks():
+    """Rows behind the end of a tile belong to another one: they need not see its keys."""
+    mask = masks.documents([0, 200, 1000])
+    rows = mask.row_intervals()
+    records = make_records(rows, 1000, document_cuts(rows, 1000), 64)
+    blocks = [b for b in blocks_of(records) if b[0] == 128]
+    assert [(b[1], b[2], b[4] < 0) for b in blocks] == [
+        (200, 192, False),
+        (200, 0, True),
+        (200, 64, True),
+        (200, 128, True),
+    ]

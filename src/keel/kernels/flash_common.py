@@ -25,6 +25,31 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 HAS_PTX = not INTERPRETED and torch.version.hip is None
 
+RAISE_MAX = tl.constexpr("""{
+    .reg .pred higher, any_higher, first, negative, positive;
+    .reg .b32 bits, flip, lane;
+    setp.gtu.f32 higher, $2, $3;
+    vote.sync.any.pred any_higher, higher, 0xffffffff;
+    @!any_higher bra DONE;
+    mov.b32 bits, $2;
+    shr.s32 flip, bits, 31;
+    and.b32 flip, flip, 0x7fffffff;
+    xor.b32 bits, bits, flip;
+    redux.sync.max.s32 bits, bits, 0xffffffff;
+    shr.s32 flip, bits, 31;
+    and.b32 flip, flip, 0x7fffffff;
+    xor.b32 bits, bits, flip;
+    mov.u32 lane, %laneid;
+    setp.eq.u32 first, lane, 0;
+    setp.lt.and.s32 negative, bits, 0, first;
+    setp.ge.and.s32 positive, bits, 0, first;
+    @positive red.relaxed.gpu.global.max.s32 [$1], bits;
+    @negative red.relaxed.gpu.global.min.u32 [$1], bits;
+    DONE:
+    mov.b32 $0, 0;
+}""")
+"""PTX of `raise_max`: $1 is raised to the warp's highest $2 unless all are at most $3."""
+
 SIZES = ["tq", "tk", "num_tiles", "section", "num_heads", "group", "num_work"]
 """Kernel arguments that change with the data: one compiled variant serves all their values."""
 
@@ -110,29 +135,7 @@ def raise_max(POINTER, seen, value, PTX: tl.constexpr):
     if PTX:
         place = POINTER + tl.zeros_like(value).to(tl.int32)
         tl.inline_asm_elementwise(
-            """{
-            .reg .pred higher, any_higher, first, negative, positive;
-            .reg .b32 bits, flip, lane;
-            setp.gtu.f32 higher, $2, $3;
-            vote.sync.any.pred any_higher, higher, 0xffffffff;
-            @!any_higher bra DONE;
-            mov.b32 bits, $2;
-            shr.s32 flip, bits, 31;
-            and.b32 flip, flip, 0x7fffffff;
-            xor.b32 bits, bits, flip;
-            redux.sync.max.s32 bits, bits, 0xffffffff;
-            shr.s32 flip, bits, 31;
-            and.b32 flip, flip, 0x7fffffff;
-            xor.b32 bits, bits, flip;
-            mov.u32 lane, %laneid;
-            setp.eq.u32 first, lane, 0;
-            setp.lt.and.s32 negative, bits, 0, first;
-            setp.ge.and.s32 positive, bits, 0, first;
-            @positive red.relaxed.gpu.global.max.s32 [$1], bits;
-            @negative red.relaxed.gpu.global.min.u32 [$1], bits;
-            DONE:
-            mov.b32 $0, 0;
-            }""",
+            RAISE_MAX,
             "=r,l,f,f",
             [place.to(tl.int64, bitcast=True), value, seen + tl.zeros_like(value)],
             dtype=tl.int32,

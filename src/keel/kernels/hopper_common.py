@@ -9,11 +9,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from keel import tile_records
+from keel.kernels.flash_common import LOG2E, RAISE_MAX
 
 # fmt: off
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 HALF = gl.constexpr(tile_records.ROWS // 2)
 """Rows of one consumer."""
 FIELDS = gl.constexpr(tile_records.FIELDS)
@@ -86,29 +85,7 @@ def raise_max(POINTER, seen, value):
     value = value + 0.0
     place = POINTER + (value * 0.0).to(gl.int32)
     gl.inline_asm_elementwise(
-        """{
-        .reg .pred higher, any_higher, first, negative, positive;
-        .reg .b32 bits, flip, lane;
-        setp.gtu.f32 higher, $2, $3;
-        vote.sync.any.pred any_higher, higher, 0xffffffff;
-        @!any_higher bra DONE;
-        mov.b32 bits, $2;
-        shr.s32 flip, bits, 31;
-        and.b32 flip, flip, 0x7fffffff;
-        xor.b32 bits, bits, flip;
-        redux.sync.max.s32 bits, bits, 0xffffffff;
-        shr.s32 flip, bits, 31;
-        and.b32 flip, flip, 0x7fffffff;
-        xor.b32 bits, bits, flip;
-        mov.u32 lane, %laneid;
-        setp.eq.u32 first, lane, 0;
-        setp.lt.and.s32 negative, bits, 0, first;
-        setp.ge.and.s32 positive, bits, 0, first;
-        @positive red.relaxed.gpu.global.max.s32 [$1], bits;
-        @negative red.relaxed.gpu.global.min.u32 [$1], bits;
-        DONE:
-        mov.b32 $0, 0;
-        }""", "=r,l,f,f", [place.to(gl.int64, bitcast=True), value, value * 0.0 + seen],
+        RAISE_MAX, "=r,l,f,f", [place.to(gl.int64, bitcast=True), value, value * 0.0 + seen],
         dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -25,11 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from keel._versions import tma_load, tma_store
+from keel.kernels.flash_common import LN2, LOG2E
 from keel.kernels.hopper_common import (
     FIELDS,
     HALF,
-    LN2,
-    LOG2E,
     capped,
     draw,
     field,

@@ -431,6 +431,8 @@ def choose_config(
     """
     width = width_for(sk)
     if 128 < sk < width and unit > 1:
+        if banded and 7168 < sk <= 7680:  # four of 2048 leave more of the last one unused
+            return RowConfig(1, 1024, 4, True, parts=8)
         if sk <= (12_288 if banded else 16_384):
             return in_blocks(sk)
         if sk <= 24_576 and not banded:
