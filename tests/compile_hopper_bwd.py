@@ -1,4 +1,4 @@
-"""Compiles the Hopper backward without a GPU, and reads registers, spills and lengths of loops.
+"""Compiles the Hopper backward without a GPU, and reads registers, spills, loops and copies.
 
 python tests/compile_hopper_bwd.py
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import triton
@@ -48,8 +49,7 @@ def signature(form: BackwardForm, dtype: str) -> tuple[dict[str, str], dict, dic
             layout = gl.NVMMASharedLayout.get_default_for([64, 1, 64], gl.float32)
             types[name] = f"tensordesc<fp32[64, 1, 64],{layout!r}>"
         elif name in ROWS:
-            layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-            types[name] = f"tensordesc<fp32[{form.bm}],{layout!r}>"
+            types[name] = "*fp32"
         elif name.isupper():
             out = f"*{dtype}" if form.staged else "*fp32"
             types[name] = out if name.endswith("_OUT") else "*i32"
@@ -75,6 +75,7 @@ def main() -> None:
         line = dataclasses.asdict(form) | {"dtype": dtype} | resources(compiled)
         loops = sorted(len(body) for body in loops_of(compiled))
         line |= {"loops": loops, "loop_spills": spills_in_loops(compiled)}
+        line["copies"] = sorted(set(re.findall(r"bulk\.tensor\.(\dd)\.", compiled.asm["ptx"])))
         print(json.dumps(line), flush=True)
 
 

@@ -30,7 +30,7 @@ class KeyRecords:
 
     records: TileRecords
     """Of the transposed mask, with blocks of block_n rows. In the place of the first run's row set,
-    tiles hold 1 where a tile has KEYS keys or ends with the tensor, so that TMA may write it."""
+    tiles hold 1 where TMA may write: there are KEYS keys, or the tensor ends in the second half."""
     tile_work: NDArray[np.float64]
     """(tiles,) in blocks of rows; partial ones count more."""
 
@@ -49,7 +49,8 @@ def key_records(mask: AttnMask, block_m: int) -> KeyRecords:
     tiles = records.tiles.copy()
     seen_by_none = tiles[:, 2] == len(records.runs) - 2
     tiles[seen_by_none, 3:5] = tiles[seen_by_none, 2:3]
-    tiles[:, 5] = (tiles[:, 1] - tiles[:, 0] == KEYS) | (tiles[:, 1] == mask.tk)
+    size = tiles[:, 1] - tiles[:, 0]
+    tiles[:, 5] = (size == KEYS) | ((tiles[:, 1] == mask.tk) & (size > KEYS // 2))
     records = replace(records, tiles=tiles)
     return KeyRecords(records, _tile_work(records))
 

@@ -82,3 +82,5 @@ def test_hopper_backward_does_not_spill():
         assert v["shared"] <= SHARED_LIMIT[90], v
         assert v["loop_spills"] == 0, v
         assert len(v["loops"]) == 4, v  # two consumers, with masks and without
+        # TMA begins at multiples of 16 bytes in the last dimension: rows must not be that one
+        assert v["copies"] == ["3d"], v

@@ -1,8 +1,9 @@
 """Hopper backward: dq, dk and dv in one pass, by specialised warps (Gluon, sm_90).
 
 A block of threads keeps a tile of 128 keys and values. One warp, the producer, brings blocks of
-queries, of dout and of their row vectors into shared memory by TMA, for each query head that shares
-the keys. Two warpgroups of consumers own 64 keys each. Scores are transposed, (keys, rows), so that
+queries and of dout into shared memory by TMA, for each query head that shares the keys, and their
+row vectors by smaller copies: blocks begin at any row, TMA only at multiples of 16 bytes in the
+last dimension. Two warpgroups of consumers own 64 keys each. Scores are transposed, (keys, rows), so that
 probabilities and their gradients are operands in registers of
 
     dv += pᵀ dout        dk += dsᵀ q
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -37,10 +39,12 @@ from keel.kernels.hopper_common import FIELDS, HALF, LOG2E, mark, wait_for
 Q_FREE = gl.constexpr(9)
 DO_FREE = gl.constexpr(11)
 """First named barriers of the stages of queries and of dout."""
+ARRIVALS = gl.constexpr(1 + 32)
+"""At a barrier of a stage: one for the bytes that TMA brings, and each thread's small copies."""
 
 
 class Inputs(NamedTuple):
-    """Descriptors (tokens, heads, dim), those of rows (numbers,), and pointers."""
+    """Descriptors (tokens, heads, dim), and pointers."""
 
     q: Any
     k: Any
@@ -49,8 +53,8 @@ class Inputs(NamedTuple):
     dq: Any
     dk: Any
     dv: Any
-    lse2: Any
-    delta: Any
+    LSE2: Any
+    DELTA: Any
     DK: Any
     DV: Any
     TILES: Any
@@ -121,23 +125,32 @@ def my_tile(inputs):
 
 
 @gluon.jit
+def bring_numbers(POINTER, place, there, stage, full):
+    """Row vectors of a block, zeros where there are no rows."""
+    async_copy.async_copy_global_to_shared(stage, POINTER + place, mask=there)
+    async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
 def bring(inputs, numbers, ring, form: gl.constexpr, count, row, head):
     """A block of rows into its stage, when the block before it there has been read."""
     BM: gl.constexpr = form.BM
     stage = count % form.STAGES
-    place = head * numbers.tq + row
+    rows = row + gl.arange(0, BM, gl.BlockedLayout([1], [32], [1], [0]))
+    there = rows < numbers.tq
+    place = head.to(gl.int64) * numbers.tq + rows
     q_full = ring.q_full.index(stage)
     do_full = ring.do_full.index(stage)
     if count >= form.STAGES:
         wait_for(Q_FREE + stage)
-    mbarrier.expect(q_full, BM * form.D * 2 + BM * 4)
+    mbarrier.expect(q_full, BM * form.D * 2)
     tma_load(inputs.q, [row, head, 0], q_full, ring.q.index(stage))
-    tma_load(inputs.lse2, [place], q_full, ring.lse2.index(stage))
+    bring_numbers(inputs.LSE2, place, there, ring.lse2.index(stage), q_full)
     if count >= form.STAGES:
         wait_for(DO_FREE + stage)
-    mbarrier.expect(do_full, BM * form.D * 2 + BM * 4)
+    mbarrier.expect(do_full, BM * form.D * 2)
     tma_load(inputs.do, [row, head, 0], do_full, ring.do.index(stage))
-    tma_load(inputs.delta, [place], do_full, ring.delta.index(stage))
+    bring_numbers(inputs.DELTA, place, there, ring.delta.index(stage), do_full)
 
 
 @gluon.jit
@@ -286,7 +299,7 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
     fence_async_shared()
     if PARTS == 1:
         tma_add(inputs.dq, [row, head, cid * HALF], staged)
-    else:
+    elif row + cid * HALF < numbers.tq:  # nothing is sent that lies outside altogether
         tma_add(inputs.dq, [row + cid * HALF, head, 0], staged)
     dk = warpgroup_mma_wait(0, [dk])
     mark(Q_FREE + stage)
@@ -409,6 +422,7 @@ def hopper_bwd_kernel(
     STAGES: gl.constexpr = FORM.STAGES
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     ds_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HALF], K.dtype)
+    rows_l: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ring = Ring(
         q=gl.allocate_shared_memory(Q.dtype, [STAGES, BM, 1, D], Q.layout),
         do=gl.allocate_shared_memory(DO.dtype, [STAGES, BM, 1, D], DO.layout),
@@ -416,8 +430,8 @@ def hopper_bwd_kernel(
         v=gl.allocate_shared_memory(V.dtype, [2, HALF, 1, D], V.layout),
         ds=gl.allocate_shared_memory(K.dtype, [4 * BM // HALF, HALF, HALF], ds_l),
         dq=gl.allocate_shared_memory(gl.float32, [2, HALF, 1, HALF], DQ.layout),
-        lse2=gl.allocate_shared_memory(gl.float32, [STAGES, BM], LSE2.layout),
-        delta=gl.allocate_shared_memory(gl.float32, [STAGES, BM], DELTA.layout),
+        lse2=gl.allocate_shared_memory(gl.float32, [STAGES, BM], rows_l),
+        delta=gl.allocate_shared_memory(gl.float32, [STAGES, BM], rows_l),
         q_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         do_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         k_full=gl.allocate_shared_memory(gl.int64, [1], barrier),
@@ -426,8 +440,8 @@ def hopper_bwd_kernel(
     mbarrier.init(ring.k_full, 1)
     mbarrier.init(ring.v_full, 1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(ring.q_full.index(i), 1)
-        mbarrier.init(ring.do_full.index(i), 1)
+        mbarrier.init(ring.q_full.index(i), ARRIVALS)
+        mbarrier.init(ring.do_full.index(i), ARRIVALS)
     fence_async_shared()
     inputs = Inputs(Q, K, V, DO, DQ, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS,
                     KEY_LO, KEY_HI)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -153,7 +152,7 @@ def _launch(
             **{"Q": q, "K": k, "V": v, "DO": dout, "LSE2": lse2, "DELTA": delta, "DQ": dq32},
             **{"DK": dk, "DV": dv, "DK_OUT": dk, "DV_OUT": dv},
         },
-        lambda: _prepare(q, k, v, dout, records, scale, splits, lse2, dq32, dk, dv),
+        lambda: _prepare(q, k, v, dout, records, scale, splits, dq32, dk, dv),
     )
 
 
@@ -165,7 +164,6 @@ def _prepare(
     records: TileRecords,
     scale: float,
     splits: int,
-    lse2: torch.Tensor,
     dq32: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
@@ -179,11 +177,10 @@ def _prepare(
     lane_bytes = tq * heads_each * (d + dim_v) * q.element_size()
     section = section_heads(lanes, lanes, lane_bytes, records.work, q.device)
     tile, block = (HALF, form.d), (form.bm, form.d)
-    rows = _describing_rows(lse2, form.bm)
     streamed = {
         **{"Q": describing(q, block), "DO": describing(dout, block)},
         **{"K": describing(k, tile), "V": describing(v, tile)},
-        **{"DQ": describing(dq32, (HALF, HALF)), "LSE2": rows, "DELTA": rows},
+        **{"DQ": describing(dq32, (HALF, HALF))},
     }
     if form.staged:
         streamed |= {"DK": describing(dk, tile), "DV": describing(dv, tile)}
@@ -205,20 +202,6 @@ def choose_backward_form(d: int, dim_v: int, *, outs_match: bool) -> BackwardFor
 
     block_d = max(block_of(d), block_of(dim_v))
     return BackwardForm(block_d, HALF * 128 // block_d, d, dim_v, staged=outs_match)
-
-
-def _describing_rows(x: torch.Tensor, rows: int) -> Callable[[torch.Tensor], Any]:
-    """Makes TMA descriptors of contiguous tensors like x, read as one row of 32-bit numbers."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    numbers = x.numel()
-
-    def describe(other: torch.Tensor) -> Any:
-        return TensorDescriptor(other, [numbers], [1], [rows], layout)
-
-    return describe
 
 
 @functools.lru_cache(maxsize=128)
