@@ -1,9 +1,9 @@
 """Hopper backward: dq, dk and dv in one pass, by specialised warps (Gluon, sm_90).
 
 A block of threads keeps a tile of 128 keys and values. One warp, the producer, brings blocks of
-queries and of dout into shared memory by TMA, for each query head that shares the keys, and their
-row vectors by smaller copies: blocks begin at any row, TMA only at multiples of 16 bytes in the
-last dimension. Two warpgroups of consumers own 64 keys each. Scores are transposed, (keys, rows), so that
+queries and of dout into shared memory by TMA, for each query head that shares the keys; and their
+row vectors by copies of 4 bytes, since blocks begin at any row, but TMA at multiples of 16 bytes.
+Two warpgroups of consumers own 64 keys each. Scores are transposed, (keys, rows), so that
 probabilities and their gradients are operands in registers of
 
     dv += pᵀ dout        dk += dsᵀ q
