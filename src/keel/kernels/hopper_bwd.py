@@ -32,7 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from keel._versions import tma_add, tma_load, tma_store
-from keel.kernels.hopper_common import FIELDS, HALF, LOG2E, mark, wait_for
+from keel.kernels.flash_common import LOG2E
+from keel.kernels.hopper_common import FIELDS, HALF, mark, wait_for
 
 # fmt: off
 
