@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from keel import masks
-from keel.kernels import hopper_bwd_launch
+from keel import masks, ops
+from keel.kernels import flash_bwd, hopper_bwd_launch
 from keel.kernels.blocked import backward as blocked_backward
 from keel.key_records import KEYS, key_records
 from keel.masks import AttnMask, AttnSlice
@@ -142,3 +142,28 @@ def test_no_keys_give_zeros():
         **{"dq": dq, "dk": k.clone(), "dv": k.clone()},
     )
     assert (dq == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem", "expected"),
+    [
+        ({}, None, "hopper"),
+        ({}, "softcap is not supported", "portable"),
+        ({"deterministic": True}, None, "portable"),
+        ({"sm_margin": 4}, None, "portable"),
+        ({"backend": "triton"}, None, "portable"),
+    ],
+)
+def test_who_fills_gradients(options, problem, expected, monkeypatch):
+    called = []
+    monkeypatch.setattr(hopper_bwd_launch, "backward_problem", lambda *args: problem)
+    monkeypatch.setattr(hopper_bwd_launch, "backward", lambda *a, **k: called.append("hopper"))
+    monkeypatch.setattr(flash_bwd, "backward", lambda *a, **k: called.append("portable"))
+    x, rows = torch.zeros(4, 2, 64).half(), torch.zeros(2, 4)
+    wanted = {"deterministic": False, "sm_margin": 0, "backend": "hopper"} | options
+    ops._fill_gradients(
+        *(x, x, x, x, rows, rows, masks.full(4), Scoring(scale=1.0)),
+        **{"dq": x, "dk": x, "dv": x, "dbias": None},
+        **wanted,
+    )
+    assert called == [expected]

@@ -94,7 +94,7 @@ def backward(
     dq is added up in fp32 in an order that differs from run to run. The scale is > 0. A sink needs
     nothing here: lse2 knows of it, and its own gradient follows from lse and delta.
     """
-    if 0 in (q.shape[0], k.shape[0]):  # nothing that a descriptor could describe
+    if 0 in (*q.shape[:2], k.shape[0]):  # nothing that a descriptor could describe
         for x in (dq, dk, dv):
             x.zero_()
         return
