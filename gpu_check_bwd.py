@@ -378,7 +378,6 @@ def time_mask(label, mask, hq, hk, d, peer, ends, causal, window, all_splits) ->
 
 
 def time_all(peers: Path, seconds: float) -> None:
-    began = time.monotonic()
     peer = None
     if (peers / "fa3_peer.py").exists():
         sys.path.append(str(peers))
@@ -387,6 +386,7 @@ def time_all(peers: Path, seconds: float) -> None:
         peer = load(str(peers))
     else:
         print(f"no fa3_peer.py in {peers}: without FlashAttention-3")
+    began = time.monotonic()
     for hq, hk, d in ((64, 8, 128), (32, 32, 64)):
         for tokens in (4096, 8192, 16384):
             ends = document_ends(tokens)

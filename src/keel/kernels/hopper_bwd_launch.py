@@ -66,6 +66,12 @@ def choose_splits(tile_work: Floats, hk: int, group: int, sms: int) -> int:
     return min((n for n in range(1, group + 1) if group % n == 0), key=end_of_last)
 
 
+@functools.lru_cache(maxsize=256)
+def _splits_for(mask: AttnMask, block_m: int, hk: int, group: int, sms: int) -> int:
+    """Milliseconds of Python, so only once."""
+    return choose_splits(key_records(mask, block_m).tile_work, hk, group, sms)
+
+
 def _end_of_last(times: Floats, workers: int) -> float:
     """When all is done, if each worker takes the next item whenever it is free."""
     free = [0.0] * workers
@@ -100,10 +106,10 @@ def backward(
         return
     (tq, hq, d), (tk, hk, dim_v) = q.shape, v.shape
     block_d = max(block_of(d), block_of(dim_v))
-    by_keys = key_records(mask, HALF * 128 // block_d)
-    records = by_keys.records
+    block_m = HALF * 128 // block_d
+    records = key_records(mask, block_m).records
     if splits is None:
-        splits = choose_splits(by_keys.tile_work, hk, hq // hk, num_sms(q.device))
+        splits = _splits_for(mask, block_m, hk, hq // hk, num_sms(q.device))
     if (hq // hk) % splits:
         raise ValueError(f"splits must divide the {hq // hk} query heads of a key head: {splits}")
     dq32 = torch.zeros(tq, hq, d, dtype=torch.float32, device=q.device)
