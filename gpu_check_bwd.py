@@ -253,7 +253,9 @@ def run_apart(names: list[str], count: int, side_by_side: int) -> int:
             print(f"{'ok   ' if ended == '0' else 'WRONG'} {took:4.0f} s  {name:18s} {summary}")
             if ended != "0":
                 wrong = [n for n, x in enumerate(lines) if x.startswith("WRONG")]
-                shown = lines[wrong[0] : wrong[0] + 14] if wrong else lines[-6:]
+                said_ok = [x for x in lines if x.startswith("ok")][-1:]
+                errors = [x for x in lines if "rror" in x and not x.startswith(" ")][:3]
+                shown = lines[wrong[0] : wrong[0] + 14] if wrong else said_ok + errors + lines[-2:]
                 print("\n".join("        " + x[:220] for x in shown))
             sys.stdout.flush()
         return ended == "0"
