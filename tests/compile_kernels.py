@@ -115,8 +115,8 @@ def resources(compiled: Any) -> dict[str, int]:
     return {**found, "shared": compiled.metadata.shared}
 
 
-def spills_in_loops(compiled: Any) -> int:
-    """Local loads and stores inside innermost loops that hold matrix products.
+def loops_of(compiled: Any) -> list[list[str]]:
+    """Instructions of innermost loops that hold matrix products.
 
     A loop is what lies between a backward branch and its target; innermost, if no other does.
     """
@@ -133,14 +133,20 @@ def spills_in_loops(compiled: Any) -> int:
         branch = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", op)
         if branch and int(branch[1], 16) <= address:
             loops.append((int(branch[1], 16), address))
-    count = 0
+    bodies = []
     for begin, end in loops:
         if any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in loops):
             continue
         body = [op for address, op in code if begin <= address <= end]
         if any("MMA" in op for op in body):
-            count += sum(bool(re.search(r"\b(LDL|STL)\b", op)) for op in body)
-    return count
+            bodies.append(body)
+    return bodies
+
+
+def spills_in_loops(compiled: Any) -> int:
+    """Local loads and stores inside of `loops_of`."""
+    ops = [op for body in loops_of(compiled) for op in body]
+    return sum(bool(re.search(r"\b(LDL|STL)\b", op)) for op in ops)
 
 
 def absent_pointers(kernel: Any, on: dict[str, bool]) -> dict[str, None]:

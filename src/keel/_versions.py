@@ -86,6 +86,8 @@ def in_backward() -> bool:
 
 def __getattr__(name: str) -> Any:
     """Gluon's TMA copies, called otherwise until Triton 3.7; imported when somebody asks."""
+    if name == "tma_add":
+        return _tma_add()
     spellings = {
         "tma_load": ("async_load", "async_copy_global_to_shared"),
         "tma_store": ("async_store", "async_copy_shared_to_global"),
@@ -95,3 +97,22 @@ def __getattr__(name: str) -> Any:
     from triton.experimental.gluon.language.nvidia.hopper import tma
 
     return next(getattr(tma, n) for n in spellings[name] if hasattr(tma, n))
+
+
+@functools.cache
+def _tma_add() -> Any:
+    """tma_add(descriptor, place, shared memory), which before Triton 3.8 only the builder has."""
+    from triton.experimental.gluon.language._core import builtin
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+
+    if hasattr(tma, "async_atomic_add"):
+        return tma.async_atomic_add
+    from triton._C.libtriton import ir
+
+    @builtin
+    def tma_add(descriptor: Any, coord: Any, source: Any, _semantic: Any = None) -> None:
+        place = _semantic._convert_to_ir_values(coord, require_i64=False)
+        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, place, source.handle)
+
+    return tma_add

@@ -72,7 +72,7 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> st
 def choose_attention_backend(
     backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring
 ) -> str:
-    """As choose_backend, and "hopper": a forward for Hopper GPUs, with the portable backward.
+    """As choose_backend, and "hopper": kernels for Hopper GPUs (see `_fill_gradients`).
 
     "auto" stays "auto" on a GPU: each call takes the Hopper forward where it can run.
     """
@@ -363,7 +363,7 @@ def _gradients(
         assert bias is not None
         dbias = torch.zeros(bias.shape, dtype=torch.float32, device=q.device)
     q, scoring, factor = _positive_scale(q, scoring)
-    flash_bwd.backward(
+    _fill_gradients(
         *(dout, q, k, v, lse2, delta, attn_mask, scoring),
         dq=dq,
         dk=dk,
@@ -371,12 +371,55 @@ def _gradients(
         dbias=dbias,
         deterministic=deterministic,
         sm_margin=sm_margin,
+        backend=backend,
     )
     if factor != 1.0:
         dq.mul_(factor)
     if sink is not None:
         dsink = _sink_gradient(sink, lse, delta.T)
     return dq, dk, dv, dsink, dbias
+
+
+def _fill_gradients(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse2: torch.Tensor,
+    delta: torch.Tensor,
+    attn_mask: AttnMask,
+    scoring: Scoring,
+    *,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    dbias: torch.Tensor | None,
+    deterministic: bool,
+    sm_margin: int,
+    backend: str,
+) -> None:
+    """By the Hopper backward where it is asked for and can, else by the portable one.
+
+    The former adds dq up in an order that differs from run to run, and takes all SMs.
+    """
+    from keel.kernels import flash_bwd
+
+    given = (dout, q, k, v, lse2, delta, attn_mask, scoring)
+    if backend == "hopper" and not deterministic and sm_margin == 0:
+        from keel.kernels import hopper_bwd_launch
+
+        if hopper_bwd_launch.backward_problem(dout, q, k, v, scoring) is None:
+            hopper_bwd_launch.backward(*given, dq=dq, dk=dk, dv=dv)
+            return
+    flash_bwd.backward(
+        *given,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        dbias=dbias,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+    )
 
 
 torch.library.impl("keel::attn_bwd", "CompositeExplicitAutograd", _attn_bwd)

@@ -117,8 +117,13 @@ def _document_starts(rows: RowIntervals) -> Ints:
     return np.union1d([0], rows.start[begins])
 
 
-def make_records(rows: RowIntervals, tq: int, starts: Ints, block_n: int) -> TileRecords:
-    """Records of the tiles that begin at these rows and end where the next one begins."""
+def make_records(
+    rows: RowIntervals, tq: int, starts: Ints, block_n: int, *, short_are_partial: bool = False
+) -> TileRecords:
+    """Records of the tiles that begin at these rows and end where the next one begins.
+
+    short_are_partial: also masks the rows that a tile of less than ROWS does not have.
+    """
     num_tiles = len(starts)
     ends = np.append(starts[1:], tq)
     pieces = _cut(rows, starts, ends)
@@ -136,7 +141,8 @@ def make_records(rows: RowIntervals, tq: int, starts: Ints, block_n: int) -> Til
     num_sets = np.zeros(num_tiles, np.int64)
     np.maximum.at(num_sets, pieces.tile, pieces.index + 1)
     set_base = np.cumsum(num_sets) - num_sets
-    full = full_runs(pieces, num_k, ends - starts, block_n)
+    needed = np.full(num_tiles, ROWS) if short_are_partial else ends - starts
+    full = full_runs(pieces, num_k, needed, block_n)
     blocks = with_partial(full, pieces, num_sets, num_k, block_n)
     row_set = np.where(blocks.index < 0, 0, set_base[blocks.lane] + blocks.index)
     lists = tile_lists(blocks, num_tiles, row_set)

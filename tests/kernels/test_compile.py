@@ -71,3 +71,16 @@ def test_hopper_kernels_do_not_spill():
     for v in variants:
         assert v["shared"] <= SHARED_LIMIT[90], v
         assert v["loop_spills"] == 0, v
+
+
+def test_hopper_backward_does_not_spill():
+    variants = compiled("compile_hopper_bwd.py")
+    assert {(v["d"], v["staged"]) for v in variants} == {
+        (d, staged) for d in (64, 128) for staged in (True, False)
+    }
+    for v in variants:
+        assert v["shared"] <= SHARED_LIMIT[90], v
+        assert v["loop_spills"] == 0, v
+        assert len(v["loops"]) == 4, v  # two consumers, with masks and without
+        # TMA begins at multiples of 16 bytes in the last dimension: rows must not be that one
+        assert v["copies"] == ["3d"], v

@@ -19,9 +19,18 @@ FIELDS = gl.constexpr(tile_records.FIELDS)
 """Numbers by which the producer tells of a tile."""
 
 
+class Constants:
+    """A dataclass of these in one constexpr argument: device code sees its fields as capitals."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.isupper():
+            raise AttributeError(name)
+        return gl.constexpr(getattr(self, name.lower()))
+
+
 @dataclass(frozen=True)
-class Form:
-    """What a variant is compiled for; device code sees its constants as capitals."""
+class Form(Constants):
+    """What a variant of the forward is compiled for."""
 
     d: int
     dv: int
@@ -40,10 +49,22 @@ class Form:
     want_max: bool = False
     accumulate: bool = False
 
-    def __getattr__(self, name: str) -> Any:
-        if not name.isupper():
-            raise AttributeError(name)
-        return gl.constexpr(getattr(self, name.lower()))
+
+@dataclass(frozen=True)
+class BackwardForm(Constants):
+    """What a variant of the backward is compiled for."""
+
+    d: int
+    """Columns of blocks, 64 or 128; heads may have fewer."""
+    bm: int
+    """Rows of a block: 64 · 128 / d, so that each consumer makes 64 x 64 of dq."""
+    dk_columns: int
+    """Of heads."""
+    dv_columns: int
+    stages: int = 2
+    """Blocks of rows in shared memory."""
+    staged: bool = True
+    """dk and dv leave through shared memory, in the place of their keys and values, by TMA."""
 
 
 @gluon.jit

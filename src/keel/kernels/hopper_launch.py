@@ -38,7 +38,7 @@ def hopper_problem(
     if max(q.shape[2], v.shape[2]) > 256:
         return f"head dims are {q.shape[2]} and {v.shape[2]}, at most 256 are supported"
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not _can_be_described(x):
+        if not can_be_described(x):
             return (
                 f"{name} of shape {tuple(x.shape)} has strides {x.stride()}: the last must be 1, "
                 "head dim and the others multiples of 8 numbers (16 bytes)"
@@ -55,7 +55,7 @@ def _machine_problem(device: torch.device) -> str | None:
     return None
 
 
-def _can_be_described(x: torch.Tensor) -> bool:
+def can_be_described(x: torch.Tensor) -> bool:
     """Whether TMA can take (tokens, heads, dim) of a 16-bit dtype, where it is aligned."""
     tokens, heads, _ = x.stride()
     return x.stride(2) == 1 and x.shape[2] % 8 == tokens % 8 == heads % 8 == 0
@@ -157,7 +157,7 @@ def _prepare(
     if form is None:
         form = choose_form(
             *(d, dv, records.block_n),
-            out_matches=out.dtype == q.dtype and _can_be_described(out),
+            out_matches=out.dtype == q.dtype and can_be_described(out),
             has_sink=scoring.sink is not None,
             has_softcap=softcap,
             want_max=max_logits is not None,
@@ -169,12 +169,12 @@ def _prepare(
     section = section_heads(hq, hk, tk * (d + dv) * k.element_size(), records.work, q.device)
     rows = ROWS // 2
     streamed = {
-        "Q": _describing(q, (rows, form.d)),
-        "K": _describing(k, (form.bn, form.d)),
-        "V": _describing(v, (form.bn, form.dv)),
+        "Q": describing(q, (rows, form.d)),
+        "K": describing(k, (form.bn, form.d)),
+        "V": describing(v, (form.bn, form.dv)),
     }
     if form.staged:
-        streamed["O"] = _describing(out, (rows, form.dv))
+        streamed["O"] = describing(out, (rows, form.dv))
     return Prepared(
         (min(num_sms(q.device) - sm_margin, num_work),),
         {
@@ -190,7 +190,7 @@ def _prepare(
     )
 
 
-def _describing(x: torch.Tensor, box: tuple[int, int]) -> Callable[[torch.Tensor], Any]:
+def describing(x: torch.Tensor, box: tuple[int, int]) -> Callable[[torch.Tensor], Any]:
     """Makes TMA descriptors of tensors (tokens, heads, dim) with the layout of x; boxes hold rows
     of one head.
 
@@ -217,7 +217,7 @@ def _describing(x: torch.Tensor, box: tuple[int, int]) -> Callable[[torch.Tensor
 def _layout(dtype: torch.dtype, *block: int) -> Any:
     from triton.experimental.gluon import language as gl
 
-    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    element = getattr(gl, str(dtype).removeprefix("torch."))
     return gl.NVMMASharedLayout.get_default_for(list(block), element)
 
 

@@ -1,0 +1,457 @@
+"""Hopper backward: dq, dk and dv in one pass, by specialised warps (Gluon, sm_90).
+
+A block of threads keeps a tile of 128 keys and values. One warp, the producer, brings blocks of
+queries and of dout into shared memory by TMA, for each query head that shares the keys; and their
+row vectors by copies of 4 bytes, since blocks begin at any row, but TMA at multiples of 16 bytes.
+Two warpgroups of consumers own 64 keys each. Scores are transposed, (keys, rows), so that
+probabilities and their gradients are operands in registers of
+
+    dv += pᵀ dout        dk += dsᵀ q
+
+and only ds goes through shared memory, where both consumers find all of it for dq = ds k. Each of
+them makes half of dq and has TMA add it up in fp32; dk and dv are written once.
+
+A mask is the rows [lo, hi) that see a key, two numbers for each of the two keys of a thread. Blocks
+of rows that hang over the end are masked, as are keys that a short tile does not have. Keys that
+nobody sees get zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from keel._versions import tma_add, tma_load, tma_store
+from keel.kernels.flash_common import LOG2E
+from keel.kernels.hopper_common import FIELDS, HALF, mark, wait_for
+
+# fmt: off
+
+Q_FREE = gl.constexpr(9)
+DO_FREE = gl.constexpr(11)
+"""First named barriers of the stages of queries and of dout."""
+ARRIVALS = gl.constexpr(1 + 32)
+"""At a barrier of a stage: one for the bytes that TMA brings, and each thread's small copies."""
+
+
+class Inputs(NamedTuple):
+    """Descriptors (tokens, heads, dim), and pointers."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    dq: Any
+    dk: Any
+    dv: Any
+    LSE2: Any
+    DELTA: Any
+    DK: Any
+    DV: Any
+    TILES: Any
+    RUNS: Any
+    KEY_LO: Any
+    KEY_HI: Any
+
+
+class Numbers(NamedTuple):
+    scale: Any
+    tq: Any
+    splits: Any
+    heads_each: Any
+
+
+class Ring(NamedTuple):
+    """Shared memory and its barriers: `full` says that data came."""
+
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    ds: Any
+    dq: Any
+    lse2: Any
+    delta: Any
+    q_full: Any
+    do_full: Any
+    k_full: Any
+    v_full: Any
+
+
+class Tile(NamedTuple):
+    key0: Any
+    key_end: Any
+    lane: Any
+    first: Any
+    split: Any
+    last: Any
+    whole: Any
+
+
+@gluon.jit
+def meet():
+    """Both consumers have come this far."""
+    gl.inline_asm_elementwise("bar.sync 13, 256; mov.u32 $0, 0;", "=r,~{memory}", [],
+                              dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def hidden_zero():
+    """A zero that LLVM does not see through: it would keep addresses of keys in registers."""
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
+                                     pack=1)
+
+
+@gluon.jit
+def my_tile(inputs):
+    """A lane is a key head, or a part of the query heads that share one.
+
+    The grid is (lanes of a section, tiles, sections), and starts in this order: the longest tiles
+    of the first section first.
+    """
+    lane = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
+    record = inputs.TILES + gl.program_id(1) * FIELDS
+    return Tile(gl.load(record), gl.load(record + 1), lane, gl.load(record + 2),
+                gl.load(record + 3), gl.load(record + 4), gl.load(record + 5))
+
+
+@gluon.jit
+def bring_numbers(POINTER, place, there, stage, full):
+    """Row vectors of a block, zeros where there are no rows."""
+    async_copy.async_copy_global_to_shared(stage, POINTER + place, mask=there)
+    async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def bring(inputs, numbers, ring, form: gl.constexpr, count, row, head):
+    """A block of rows into its stage, when the block before it there has been read."""
+    BM: gl.constexpr = form.BM
+    stage = count % form.STAGES
+    rows = row + gl.arange(0, BM, gl.BlockedLayout([1], [32], [1], [0]))
+    there = rows < numbers.tq
+    place = head.to(gl.int64) * numbers.tq + rows
+    q_full = ring.q_full.index(stage)
+    do_full = ring.do_full.index(stage)
+    if count >= form.STAGES:
+        wait_for(Q_FREE + stage)
+    mbarrier.expect(q_full, BM * form.D * 2)
+    tma_load(inputs.q, [row, head, 0], q_full, ring.q.index(stage))
+    bring_numbers(inputs.LSE2, place, there, ring.lse2.index(stage), q_full)
+    if count >= form.STAGES:
+        wait_for(DO_FREE + stage)
+    mbarrier.expect(do_full, BM * form.D * 2)
+    tma_load(inputs.do, [row, head, 0], do_full, ring.do.index(stage))
+    bring_numbers(inputs.DELTA, place, there, ring.delta.index(stage), do_full)
+
+
+@gluon.jit
+def producer(inputs, numbers, ring, form: gl.constexpr):
+    tile = my_tile(inputs)
+    kv_head = tile.lane // numbers.splits
+    mbarrier.expect(ring.k_full, 2 * HALF * form.D * 2)
+    for half in gl.static_range(2):
+        tma_load(inputs.k, [tile.key0 + half * HALF, kv_head, 0], ring.k_full, ring.k.index(half))
+    mbarrier.expect(ring.v_full, 2 * HALF * form.D * 2)
+    for half in gl.static_range(2):
+        tma_load(inputs.v, [tile.key0 + half * HALF, kv_head, 0], ring.v_full, ring.v.index(half))
+    count = 0
+    head = tile.lane * numbers.heads_each
+    end_head = head + numbers.heads_each
+    while head < end_head:
+        run = tile.first
+        row = gl.load(inputs.RUNS + run * 4)
+        end = gl.load(inputs.RUNS + run * 4 + 1)
+        while run < tile.last:
+            next_row = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
+            next_end = gl.load(inputs.RUNS + run * 4 + 5)
+            while row < end:
+                bring(inputs, numbers, ring, form, count, row, head)
+                row += form.BM
+                count += 1
+            row = next_row
+            end = next_end
+            run += 1
+        head += 1
+    for block in range(gl.maximum(count - form.STAGES, 0), count):  # marks nobody waited for
+        wait_for(Q_FREE + block % form.STAGES)
+        wait_for(DO_FREE + block % form.STAGES)
+
+
+@gluon.jit
+def bounds(inputs, run, mine):
+    """Rows [lo, hi) that the keys of a run see."""
+    keys = gl.load(inputs.RUNS + run * 4 + 2) * (2 * HALF) + mine
+    return gl.load(inputs.KEY_LO + keys), gl.load(inputs.KEY_HI + keys)
+
+
+@gluon.jit
+def seen(s, row, lo, hi):
+    """`hide`, for keys that see rows [lo, hi), in three instructions where LLVM takes four."""
+    t = s.reshape([HALF, HALF // 8, 8])
+    L: gl.constexpr = t.type.layout
+    octet = 8 * gl.arange(0, HALF // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    inner = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :]
+    key_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, L))
+    low = (gl.convert_layout(lo, key_l) - row)[:, None] - inner
+    high = (gl.convert_layout(hi, key_l) - row)[:, None] - inner
+    t = gl.inline_asm_elementwise(
+        """{
+        .reg .pred inside;
+        setp.ge.s32 inside, $2, $3;
+        setp.lt.and.s32 inside, $2, $4, inside;
+        selp.f32 $0, $1, 0fFF800000, inside;
+        }""", "=f,f,r,r,r", [t, octet, low[:, None, :], high[:, None, :]],
+        dtype=gl.float32, is_pure=True, pack=1)
+    return gl.convert_layout(t.reshape([HALF, HALF]), s.type.layout)
+
+
+@gluon.jit
+def probability(s, ring, stage, half: gl.constexpr, row, lo, hi, scale2, MASKED: gl.constexpr):
+    row_l: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    if MASKED:
+        s = seen(s, row + half * HALF, lo, hi)
+    # Row vectors lie along columns here, many registers each: they are read where they are used.
+    lse2 = ring.lse2.index(stage).slice(half * HALF, HALF).load(row_l)
+    return gl.exp2(s * scale2 - lse2[None, :])
+
+
+@gluon.jit
+def score_gradient(p, dp, ring, stage, half: gl.constexpr, place):
+    """ds, also into its place in shared memory."""
+    delta = ring.delta.index(stage).slice(half * HALF, HALF).load(gl.SliceLayout(0, p.type.layout))
+    ds = (p * (dp - delta[None, :])).to(ring.k.dtype)
+    ring.ds.index(place).store(ds)
+    return ds
+
+
+@gluon.jit
+def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, count, row, head,
+         lo, hi, scale2, MASKED: gl.constexpr, s_l: gl.constexpr, a_l: gl.constexpr):
+    """What a block of rows adds to dk, dv and dq: 64 rows, or twice 64."""
+    BM: gl.constexpr = form.BM
+    D: gl.constexpr = form.D
+    PARTS: gl.constexpr = BM // HALF
+    stage = count % form.STAGES
+    phase = (count // form.STAGES) & 1
+    first = hidden_zero()
+    zero = gl.zeros([HALF, HALF], gl.float32, s_l)
+    q = ring.q.index(stage).reshape([BM, D])
+    do = ring.do.index(stage).reshape([BM, D])
+    q0 = q.slice(0, HALF)
+    do0 = do.slice(0, HALF)
+    k_mine = ring.k.index(first + cid).reshape([HALF, D])
+    v_mine = ring.v.index(first + cid).reshape([HALF, D])
+    # ds has two buffers: when consumers meet again, nobody reads the one before any more
+    buffer = 2 * PARTS * (count & 1)
+    mbarrier.wait(ring.q_full.index(stage), phase)
+    s = warpgroup_mma(k_mine, q0.permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(ring.do_full.index(stage), phase)
+    dp = warpgroup_mma(v_mine, do0.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if PARTS == 1:
+        s = warpgroup_mma_wait(1, [s])
+        p = probability(s, ring, stage, 0, row, lo, hi, scale2, MASKED)
+        dp = warpgroup_mma_wait(0, [dp])
+        dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do0, dv, is_async=True)
+        ds = score_gradient(p, dp, ring, stage, 0, buffer + cid)
+    else:
+        q1 = q.slice(HALF, HALF)
+        do1 = do.slice(HALF, HALF)
+        s1 = warpgroup_mma(k_mine, q1.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp1 = warpgroup_mma(v_mine, do1.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(3, [s])
+        p = probability(s, ring, stage, 0, row, lo, hi, scale2, MASKED)
+        dp = warpgroup_mma_wait(2, [dp])
+        dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do0, dv, is_async=True)
+        ds = score_gradient(p, dp, ring, stage, 0, buffer + 2 * cid)
+        dk = warpgroup_mma(gl.convert_layout(ds, a_l), q0, dk, is_async=True)
+        s1 = warpgroup_mma_wait(3, [s1])
+        p1 = probability(s1, ring, stage, 1, row, lo, hi, scale2, MASKED)
+        dp1 = warpgroup_mma_wait(2, [dp1])
+        dv = warpgroup_mma(gl.convert_layout(p1.to(ring.k.dtype), a_l), do1, dv, is_async=True)
+        ds = score_gradient(p1, dp1, ring, stage, 1, buffer + 2 * cid + 1)
+    fence_async_shared()
+    meet()
+    dq = zero
+    for half in gl.static_range(2):
+        k = ring.k.index(first + half).reshape([HALF, D])
+        if PARTS == 1:  # 64 columns of dq, those of this consumer
+            ds_half = ring.ds.index(buffer + half)
+            k = k.slice(cid * HALF, HALF, dim=1)
+        else:  # 64 rows
+            ds_half = ring.ds.index(buffer + 2 * half + cid)
+        dq = warpgroup_mma(ds_half.permute((1, 0)), k, dq, use_acc=half > 0, is_async=True)
+    dk = warpgroup_mma(gl.convert_layout(ds, a_l), q.slice(BM - HALF, HALF), dk, is_async=True)
+    dv = warpgroup_mma_wait(3, [dv])
+    mark(DO_FREE + stage)
+    dq = warpgroup_mma_wait(1, [dq])
+    tma.store_wait(0)  # the dq before this one has left shared memory
+    staged = ring.dq.index(cid)
+    staged.reshape([HALF, HALF]).store(dq)
+    fence_async_shared()
+    if PARTS == 1:
+        tma_add(inputs.dq, [row, head, cid * HALF], staged)
+    elif row + cid * HALF < numbers.tq:  # nothing is sent that lies outside altogether
+        tma_add(inputs.dq, [row + cid * HALF, head, 0], staged)
+    dk = warpgroup_mma_wait(0, [dk])
+    mark(Q_FREE + stage)
+    return dk, dv
+
+
+@gluon.jit
+def write_rows(POINTER, x, first, end, lane, COLUMNS: gl.constexpr):
+    num_lanes = gl.num_programs(0) * gl.num_programs(2)
+    layout: gl.constexpr = x.type.layout
+    rows = first + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    dim = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    place = POINTER + ((rows.to(gl.int64) * num_lanes + lane) * COLUMNS)[:, None] + dim[None, :]
+    inside = (rows < end)[:, None] & (dim < COLUMNS)[None, :]
+    gl.store(place, x.to(POINTER.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def write_directly(cid: gl.constexpr, inputs, form: gl.constexpr, tile, dk, dv):
+    first = tile.key0 + cid * HALF
+    write_rows(inputs.DV, dv, first, tile.key_end, tile.lane, form.DV_COLUMNS)
+    write_rows(inputs.DK, dk, first, tile.key_end, tile.lane, form.DK_COLUMNS)
+
+
+@gluon.jit
+def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv):
+    tile = my_tile(inputs)  # again: registers are scarce in the loops
+    dk = dk * numbers.scale
+    if form.STAGED:
+        if tile.whole != 0:  # TMA clips at the end of a tensor, not at that of a short tile
+            first = tile.key0 + cid * HALF
+            # values are read by their own consumer alone, keys by both
+            ring.v.index(cid).reshape([HALF, form.D]).store(dv.to(ring.v.dtype))
+            meet()
+            ring.k.index(cid).reshape([HALF, form.D]).store(dk.to(ring.k.dtype))
+            fence_async_shared()
+            tma_store(inputs.dv, [first, tile.lane, 0], ring.v.index(cid))
+            tma_store(inputs.dk, [first, tile.lane, 0], ring.k.index(cid))
+        else:
+            write_directly(cid, inputs, form, tile, dk, dv)
+    else:
+        write_directly(cid, inputs, form, tile, dk, dv)
+
+
+@gluon.jit
+def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
+    BM: gl.constexpr = form.BM
+    D: gl.constexpr = form.D
+    s_l: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
+    kv_l: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_l, k_width=2)
+    tile = my_tile(inputs)
+    scale2 = numbers.scale * LOG2E
+    mine = cid * HALF + gl.arange(0, HALF, gl.SliceLayout(1, s_l))
+    dk = gl.zeros([HALF, D], gl.float32, kv_l)
+    dv = gl.zeros([HALF, D], gl.float32, kv_l)
+    count = 0
+    head = tile.lane * numbers.heads_each
+    end_head = head + numbers.heads_each
+    mbarrier.wait(ring.k_full, 0)
+    mbarrier.wait(ring.v_full, 0)
+    while head < end_head:
+        run = tile.first
+        row = gl.load(inputs.RUNS + run * 4)
+        end = gl.load(inputs.RUNS + run * 4 + 1)
+        lo, hi = bounds(inputs, run, mine)
+        while run < tile.split:
+            next_row = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
+            next_end = gl.load(inputs.RUNS + run * 4 + 5)
+            next_lo, next_hi = bounds(inputs, run + 1, mine)
+            while row < end:
+                dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, lo, hi,
+                              scale2, True, s_l, a_l)
+                row += BM
+                count += 1
+            row = next_row
+            end = next_end
+            lo = next_lo
+            hi = next_hi
+            run += 1
+        while run < tile.last:
+            next_row = gl.load(inputs.RUNS + run * 4 + 4)
+            next_end = gl.load(inputs.RUNS + run * 4 + 5)
+            while row < end:
+                dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, lo, hi,
+                              scale2, False, s_l, a_l)
+                row += BM
+                count += 1
+            row = next_row
+            end = next_end
+            run += 1
+        head += 1
+    put_away(cid, inputs, numbers, ring, form, dk, dv)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def first_consumer(inputs, numbers, ring, form: gl.constexpr):
+    consumer(0, inputs, numbers, ring, form)
+
+
+@gluon.jit
+def second_consumer(inputs, numbers, ring, form: gl.constexpr):
+    consumer(1, inputs, numbers, ring, form)
+
+
+NUMBERS = ["tq", "splits", "heads_each"]
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def hopper_bwd_kernel(
+    Q, K, V, DO, DQ, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS, KEY_LO, KEY_HI,
+    scale, tq, splits, heads_each,
+    FORM: gl.constexpr,
+):
+    D: gl.constexpr = FORM.D
+    BM: gl.constexpr = FORM.BM
+    STAGES: gl.constexpr = FORM.STAGES
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    ds_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HALF], K.dtype)
+    rows_l: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ring = Ring(
+        q=gl.allocate_shared_memory(Q.dtype, [STAGES, BM, 1, D], Q.layout),
+        do=gl.allocate_shared_memory(DO.dtype, [STAGES, BM, 1, D], DO.layout),
+        k=gl.allocate_shared_memory(K.dtype, [2, HALF, 1, D], K.layout),
+        v=gl.allocate_shared_memory(V.dtype, [2, HALF, 1, D], V.layout),
+        ds=gl.allocate_shared_memory(K.dtype, [4 * BM // HALF, HALF, HALF], ds_l),
+        dq=gl.allocate_shared_memory(gl.float32, [2, HALF, 1, HALF], DQ.layout),
+        lse2=gl.allocate_shared_memory(gl.float32, [STAGES, BM], rows_l),
+        delta=gl.allocate_shared_memory(gl.float32, [STAGES, BM], rows_l),
+        q_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        do_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        k_full=gl.allocate_shared_memory(gl.int64, [1], barrier),
+        v_full=gl.allocate_shared_memory(gl.int64, [1], barrier),
+    )
+    mbarrier.init(ring.k_full, 1)
+    mbarrier.init(ring.v_full, 1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ring.q_full.index(i), ARRIVALS)
+        mbarrier.init(ring.do_full.index(i), ARRIVALS)
+    fence_async_shared()
+    inputs = Inputs(Q, K, V, DO, DQ, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS,
+                    KEY_LO, KEY_HI)
+    numbers = Numbers(scale, tq, splits, heads_each)
+    gl.warp_specialize([
+        (first_consumer, (inputs, numbers, ring, FORM)),
+        (second_consumer, (inputs, numbers, ring, FORM)),
+        (producer, (inputs, numbers, ring, FORM)),
+    ], [4, 1], [240, 24])
+
+
+# fmt: on

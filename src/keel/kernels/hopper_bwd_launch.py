@@ -1,0 +1,223 @@
+"""The Hopper backward from the host: what it can do, how it is compiled, what it is given."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from keel.kernels.flash_common import num_sms, section_heads
+from keel.kernels.hopper_launch import block_of, can_be_described, describing, hopper_problem
+from keel.kernels.launch import Prepared, launch
+from keel.key_records import key_records
+from keel.masks import AttnMask
+from keel.meta import Scoring
+from keel.tile_records import TileRecords
+
+if TYPE_CHECKING:
+    from keel.kernels.hopper_common import BackwardForm
+
+Floats = NDArray[np.float64]
+
+HALF = 64
+"""Keys of one consumer."""
+
+BLOCK_BESIDE = 2.0
+"""What a block of threads costs beside its blocks of rows, and"""
+
+PART_BESIDE = 3.5
+"""what a part of dk and dv costs to write and add, in blocks of rows: by bytes, not measured."""
+
+
+def backward_problem(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring
+) -> str | None:
+    """Why the Hopper backward cannot take these tensors; None if it can."""
+    problem = hopper_problem(q, k, v, scoring)
+    if problem is not None:
+        return problem
+    if max(q.shape[2], v.shape[2]) > 128:
+        return f"head dims are {q.shape[2]} and {v.shape[2]}, at most 128 are supported"
+    if scoring.softcap > 0:
+        return "softcap is not supported"
+    if dout.dtype != q.dtype or not can_be_described(dout):
+        return f"dout is {dout.dtype} with strides {dout.stride()}, it must be like q"
+    return None
+
+
+def choose_splits(tile_work: Floats, hk: int, group: int, sms: int) -> int:
+    """Into how many parts the query heads that share keys are cut, a divisor of `group`.
+
+    tile_work: blocks that each tile takes for one query head, most first. With parts, blocks of
+    threads are shorter and end together, but parts of dk and dv take time to write and add up. What
+    ends first is chosen, by way of the order in which the hardware starts blocks of threads.
+    """
+    if len(tile_work) * hk >= 16 * sms:
+        return 1
+
+    def end_of_last(splits: int) -> float:
+        beside = BLOCK_BESIDE if splits == 1 else BLOCK_BESIDE + PART_BESIDE
+        return _end_of_last(np.repeat(tile_work * (group // splits) + beside, hk * splits), sms)
+
+    return min((n for n in range(1, group + 1) if group % n == 0), key=end_of_last)
+
+
+@functools.lru_cache(maxsize=256)
+def _splits_for(mask: AttnMask, block_m: int, hk: int, group: int, sms: int) -> int:
+    """Milliseconds of Python, so only once."""
+    return choose_splits(key_records(mask, block_m).tile_work, hk, group, sms)
+
+
+def _end_of_last(times: Floats, workers: int) -> float:
+    """When all is done, if each worker takes the next item whenever it is free."""
+    free = [0.0] * workers
+    for time in times.tolist():
+        heapq.heapreplace(free, free[0] + time)
+    return max(free)
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse2: torch.Tensor,
+    delta: torch.Tensor,
+    mask: AttnMask,
+    scoring: Scoring,
+    *,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    splits: int | None = None,
+) -> None:
+    """Fills dq, dk, dv, as flash_bwd.backward, for what `backward_problem` lets through.
+
+    dq is added up in fp32 in an order that differs from run to run. The scale is > 0. A sink needs
+    nothing here: lse2 knows of it, and its own gradient follows from lse and delta.
+    """
+    if 0 in (*q.shape[:2], k.shape[0]):  # nothing that a descriptor could describe
+        for x in (dq, dk, dv):
+            x.zero_()
+        return
+    (tq, hq, d), (tk, hk, dim_v) = q.shape, v.shape
+    block_d = max(block_of(d), block_of(dim_v))
+    block_m = HALF * 128 // block_d
+    records = key_records(mask, block_m).records
+    if splits is None:
+        splits = _splits_for(mask, block_m, hk, hq // hk, num_sms(q.device))
+    if (hq // hk) % splits:
+        raise ValueError(f"splits must divide the {hq // hk} query heads of a key head: {splits}")
+    dq32 = torch.zeros(tq, hq, d, dtype=torch.float32, device=q.device)
+    parts = [_room_for(x, splits) for x in (dk, dv)]
+    _launch(dout, q, k, v, lse2, delta, mask, records, scoring.scale, splits, dq32, *parts)
+    for whole, part in zip((dk, dv), parts, strict=True):
+        if part is not whole:
+            whole.copy_(part.view(tk, hk, splits, -1).sum(2))
+    torch.mul(dq32, scoring.scale, out=dq)
+
+
+def _room_for(x: torch.Tensor, splits: int) -> torch.Tensor:
+    """Where the kernel writes dk or dv: x itself where it can."""
+    if splits == 1 and x.is_contiguous() and x.data_ptr() % 16 == 0:
+        return x
+    (tk, hk, dim), dtype = x.shape, torch.float32 if splits > 1 else x.dtype
+    return torch.empty(tk, hk * splits, dim, dtype=dtype, device=x.device)
+
+
+def _launch(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse2: torch.Tensor,
+    delta: torch.Tensor,
+    mask: AttnMask,
+    records: TileRecords,
+    scale: float,
+    splits: int,
+    dq32: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+) -> None:
+    """dk and dv are contiguous, (tk, hk * splits, dim)."""
+    from keel.kernels.hopper_bwd import hopper_bwd_kernel
+
+    dout, q, k, v = (
+        x if x.data_ptr() % 16 == 0 and 0 not in x.stride() else x.contiguous().clone()
+        for x in (dout, q, k, v)
+    )
+    launch(
+        hopper_bwd_kernel,
+        (mask, scale, splits),
+        {
+            **{"Q": q, "K": k, "V": v, "DO": dout, "LSE2": lse2, "DELTA": delta, "DQ": dq32},
+            **{"DK": dk, "DV": dv, "DK_OUT": dk, "DV_OUT": dv},
+        },
+        lambda: _prepare(q, k, v, dout, records, scale, splits, dq32, dk, dv),
+    )
+
+
+def _prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    records: TileRecords,
+    scale: float,
+    splits: int,
+    dq32: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+) -> Prepared | None:
+    (tq, hq, d), (_, hk, dim_v) = q.shape, v.shape
+    form = choose_backward_form(d, dim_v, outs_match=dk.dtype == dv.dtype == q.dtype)
+    lanes = hk * splits
+    heads_each = hq // lanes
+    if lanes == 0:
+        return None
+    lane_bytes = tq * heads_each * (d + dim_v) * q.element_size()
+    section = section_heads(lanes, lanes, lane_bytes, records.work, q.device)
+    tile, block = (HALF, form.d), (form.bm, form.d)
+    streamed = {
+        **{"Q": describing(q, block), "DO": describing(dout, block)},
+        **{"K": describing(k, tile), "V": describing(v, tile)},
+        **{"DQ": describing(dq32, (HALF, HALF))},
+    }
+    if form.staged:
+        streamed |= {"DK": describing(dk, tile), "DV": describing(dv, tile)}
+    return Prepared(
+        (section, len(records.tiles), lanes // section),
+        {
+            **_on_device(records, q.device),
+            **{"scale": scale, "tq": tq, "splits": splits, "heads_each": heads_each, "FORM": form},
+        },
+        num_warps=4,
+        streamed=streamed,
+        left_out=() if form.staged else ("DK", "DV"),
+    )
+
+
+def choose_backward_form(d: int, dim_v: int, *, outs_match: bool) -> BackwardForm:
+    """What is compiled for head dims; outs_match: dk and dv have the dtype of q."""
+    from keel.kernels.hopper_common import BackwardForm
+
+    block_d = max(block_of(d), block_of(dim_v))
+    return BackwardForm(block_d, HALF * 128 // block_d, d, dim_v, staged=outs_match)
+
+
+@functools.lru_cache(maxsize=128)
+def _on_device(records: TileRecords, device: torch.device) -> dict[str, torch.Tensor]:
+    """The records as kernel arguments, copied once."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "this mask was never used on this device, and its tile plan cannot be copied "
+            "there during CUDA graph capture: call the backward once before capturing"
+        )
+    arrays = {"TILES": records.tiles, "RUNS": records.runs}
+    arrays |= {"KEY_LO": records.row_lo, "KEY_HI": records.row_hi}
+    return {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}

@@ -1,0 +1,169 @@
+"""The Hopper backward's host side: what a launch is given says which gradients come out.
+
+The kernel itself runs on a GPU alone. In its place stands a walk in fp64 over the same records,
+which decodes work, runs and bounds as the kernel does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from keel import masks, ops
+from keel.kernels import flash_bwd, hopper_bwd_launch
+from keel.kernels.blocked import backward as blocked_backward
+from keel.key_records import KEYS, key_records
+from keel.masks import AttnMask, AttnSlice
+from keel.meta import Scoring
+from keel.reference import attention
+
+
+def walk(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """What hopper_bwd_kernel does, on the same arguments."""
+    given, form = prepared.arguments, prepared.arguments["FORM"]
+    q, k, v, do = (tensors[name].double() for name in ("Q", "K", "V", "DO"))
+    lse2, delta = tensors["LSE2"].double(), tensors["DELTA"].double()
+    lo, hi = (given[n].view(-1, KEYS) for n in ("KEY_LO", "KEY_HI"))
+    tiles, runs = given["TILES"].tolist(), given["RUNS"].tolist()
+    scale, tq, tk = given["scale"], len(q), len(k)
+    assert given["tq"] == tq
+    assert prepared.left_out == (() if form.staged else ("DK", "DV"))
+    section, num_tiles, sections = prepared.grid
+    for z, y, x in itertools.product(range(sections), range(num_tiles), range(section)):
+        lane = z * section + x
+        key, key_end, first, split, last, whole = tiles[y][:6]
+        if form.staged and whole:  # TMA clips at the end of the tensor
+            assert key_end == min(key + KEYS, tk)
+        kv_head = lane // given["splits"]
+        keys = torch.arange(key, min(key + KEYS, tk))  # all that TMA brings
+        dk, dv = (torch.zeros(len(keys), x.shape[2], dtype=x.dtype) for x in (k, v))
+        for head in range(lane * given["heads_each"], (lane + 1) * given["heads_each"]):
+            for run in range(first, last):
+                begin, end, key_set, _ = runs[run]
+                for row in range(begin, end, form.bm):
+                    rows = torch.arange(row, min(row + form.bm, tq))
+                    s = q[rows, head] @ k[keys, kv_head].T * scale
+                    p = torch.exp2(s * 1.4426950408889634 - lse2[head, rows][:, None])
+                    if run < split:
+                        low, high = (b[key_set, : len(keys)] for b in (lo, hi))
+                        p = torch.where((rows[:, None] >= low) & (rows[:, None] < high), p, 0.0)
+                    ds = p * (do[rows, head] @ v[keys, kv_head].T - delta[head, rows][:, None])
+                    dv += p.T @ do[rows, head]
+                    dk += ds.T @ q[rows, head]
+                    tensors["DQ"][rows, head] += (ds @ k[keys, kv_head]).float()
+        mine = slice(0, key_end - key)
+        for out, grad in (("DK_OUT", dk * scale), ("DV_OUT", dv)):
+            tensors[out][keys[mine], lane] = grad[mine].to(tensors[out].dtype)
+
+
+MASKS = {
+    "documents": masks.documents([0, 130, 131, 300, 420], causal=True),
+    "window": masks.sliding_window(200, 333, left=70, right=3, sink_tokens=5),
+    "two intervals": AttnMask(
+        [AttnSlice(0, 150, 0, 40), AttnSlice(20, 200, 100, 260, hi=90), AttnSlice(0, 9, 0, 300)],
+        *(210, 300),
+    ),
+    "tiny documents": masks.documents(range(0, 300, 17), causal=True),
+    "nothing": AttnMask([], 70, 140),
+}
+
+
+@pytest.mark.parametrize(
+    ("d", "dv", "splits"), [(64, 64, 1), (128, 128, 1), (128, 128, 2), (96, 40, 4)]
+)
+@pytest.mark.parametrize("name", MASKS)
+def test_gradients_of_the_records(name, d, dv, splits, monkeypatch):
+    mask, hq, hk = MASKS[name], 4, 1 if d == 96 else 2
+    torch.manual_seed(0)
+    q = torch.randn(mask.tq, hq, d).half()
+    k, v = torch.randn(mask.tk, hk, d).half(), torch.randn(mask.tk, hk, dv).half()
+    dout = torch.randn(mask.tq, hq, dv).half()
+    scoring = Scoring(scale=d**-0.5)
+    exact = [x.double() for x in (dout, q, k, v)]
+    out, lse, _ = attention(*exact[1:], mask, scoring)
+    delta = (exact[0] * out).sum(-1)
+    expected = blocked_backward(*exact, lse, delta, mask, scoring, want_dbias=False)[:3]
+    lse2 = torch.where(lse == -torch.inf, torch.inf, lse * 1.4426950408889634)
+
+    def launch(kernel: Any, key: Any, tensors: Any, prepare: Any) -> None:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        walk(prepare(), tensors)
+
+    monkeypatch.setattr(hopper_bwd_launch, "launch", launch)
+    grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    hopper_bwd_launch.backward(
+        *(dout, q, k, v, lse2.T.float().contiguous(), delta.T.float().contiguous(), mask, scoring),
+        **dict(zip(("dq", "dk", "dv"), grads, strict=True)),
+        splits=splits,
+    )
+    for ours, right in zip(grads, expected, strict=True):
+        torch.testing.assert_close(ours.double(), right, rtol=2e-3, atol=2e-3)
+    nobody = ~mask.to_dense().any(0)
+    assert (grads[1][nobody] == 0).all() and (grads[2][nobody] == 0).all()
+
+
+def test_splits_when_they_end_earlier():
+    def chosen(mask: AttnMask, group: int) -> int:
+        tile_work = key_records(mask, 64).tile_work
+        return hopper_bwd_launch.choose_splits(tile_work, hk=8, group=group, sms=132)
+
+    assert chosen(masks.full(2048), 8) == 1  # 128 blocks of threads, all alike
+    assert chosen(masks.causal(2048), 8) in (2, 4)  # the longest would be alone at the end
+    assert chosen(masks.causal(2048), 1) == 1
+    assert chosen(masks.causal(65536), 8) == 1
+    assert chosen(masks.full(256), 8) == 8  # 16 blocks of threads for 132 SMs
+
+
+def test_end_of_last():
+    assert hopper_bwd_launch._end_of_last(np.array([5.0, 4.0, 3.0, 3.0, 3.0]), 2) == 10.0
+    assert hopper_bwd_launch._end_of_last(np.array([5.0]), 3) == 5.0
+
+
+def test_splits_that_do_not_divide_are_refused():
+    q, k = torch.zeros(4, 6, 64).half(), torch.zeros(4, 2, 64).half()
+    rows = torch.zeros(6, 4)
+    with pytest.raises(ValueError, match="3 query heads of a key head: 2"):
+        hopper_bwd_launch.backward(
+            *(q, q, k, k, rows, rows, masks.full(4), Scoring(scale=1.0)),
+            **{"dq": q.clone(), "dk": k.clone(), "dv": k.clone()},
+            splits=2,
+        )
+
+
+def test_no_keys_give_zeros():
+    q, k = torch.ones(4, 6, 64).half(), torch.ones(0, 2, 64).half()
+    rows, dq = torch.zeros(6, 4), torch.full((4, 6, 64), torch.nan)
+    hopper_bwd_launch.backward(
+        *(q, q, k, k, rows, rows, masks.full(4, 0), Scoring(scale=1.0)),
+        **{"dq": dq, "dk": k.clone(), "dv": k.clone()},
+    )
+    assert (dq == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem", "expected"),
+    [
+        ({}, None, "hopper"),
+        ({}, "softcap is not supported", "portable"),
+        ({"deterministic": True}, None, "portable"),
+        ({"sm_margin": 4}, None, "portable"),
+        ({"backend": "triton"}, None, "portable"),
+    ],
+)
+def test_who_fills_gradients(options, problem, expected, monkeypatch):
+    called = []
+    monkeypatch.setattr(hopper_bwd_launch, "backward_problem", lambda *args: problem)
+    monkeypatch.setattr(hopper_bwd_launch, "backward", lambda *a, **k: called.append("hopper"))
+    monkeypatch.setattr(flash_bwd, "backward", lambda *a, **k: called.append("portable"))
+    x, rows = torch.zeros(4, 2, 64).half(), torch.zeros(2, 4)
+    wanted = {"deterministic": False, "sm_margin": 0, "backend": "hopper"} | options
+    ops._fill_gradients(
+        *(x, x, x, x, rows, rows, masks.full(4), Scoring(scale=1.0)),
+        **{"dq": x, "dk": x, "dv": x, "dbias": None},
+        **wanted,
+    )
+    assert called == [expected]
