@@ -63,10 +63,7 @@ def transposed(mask: AttnMask) -> AttnMask:
 
 
 def _tile_work(records: TileRecords) -> NDArray[np.float64]:
-    first, split, last = records.tiles[:, 2], records.tiles[:, 3], records.tiles[:, 4]
-    change = np.zeros(len(records.runs) + 1)
-    np.add.at(change, first, PARTIAL_COST - 1)
-    np.add.at(change, split, 1 - PARTIAL_COST)
     blocks = (records.runs[:, 1] - records.runs[:, 0]) // records.block_n
-    before = np.append(0.0, np.cumsum(blocks * (1 + np.cumsum(change)[:-1])))
-    return before[last] - before[first]
+    before = np.append(0.0, np.cumsum(blocks))
+    first, split, last = (before[records.tiles[:, n]] for n in (2, 3, 4))
+    return (last - first) + (PARTIAL_COST - 1.0) * (last - split)

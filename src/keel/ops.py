@@ -398,14 +398,15 @@ def _fill_gradients(
     sm_margin: int,
     backend: str,
 ) -> None:
-    """By the Hopper backward where it is asked for and can, else by the portable one.
+    """By the Hopper backward where it is wanted and can, else by the portable one.
 
     The former adds dq up in an order that differs from run to run, and takes all SMs.
     """
     from keel.kernels import flash_bwd
 
     given = (dout, q, k, v, lse2, delta, attn_mask, scoring)
-    if backend == "hopper" and not deterministic and sm_margin == 0:
+    deterministic |= torch.are_deterministic_algorithms_enabled()
+    if backend in ("auto", "hopper") and not deterministic and sm_margin == 0:
         from keel.kernels import hopper_bwd_launch
 
         if hopper_bwd_launch.backward_problem(dout, q, k, v, scoring) is None:

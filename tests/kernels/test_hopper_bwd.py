@@ -48,7 +48,7 @@ def walk(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
                     rows = torch.arange(row, min(row + form.bm, tq))
                     s = q[rows, head] @ k[keys, kv_head].T * scale
                     p = torch.exp2(s * 1.4426950408889634 - lse2[head, rows][:, None])
-                    if run < split:
+                    if run >= split:
                         low, high = (b[key_set, : len(keys)] for b in (lo, hi))
                         p = torch.where((rows[:, None] >= low) & (rows[:, None] < high), p, 0.0)
                     ds = p * (do[rows, head] @ v[keys, kv_head].T - delta[head, rows][:, None])

@@ -27,7 +27,7 @@ def covered(made: KeyRecords, mask: AttnMask) -> torch.Tensor:
             begin, end, key_set, _ = records.runs[run].tolist()
             for row in range(begin, end, records.block_n):
                 block = count[row : row + records.block_n, key : key + KEYS]
-                if run >= split:
+                if run < split:
                     block += 1
                     continue
                 lo, hi = (torch.from_numpy(x[key_set]) for x in (records.row_lo, records.row_hi))
@@ -64,12 +64,12 @@ def test_transposed(mask):
 
 
 @pytest.mark.parametrize("block_m", [64, 128])
-def test_causal_tiles_begin_with_the_diagonal(block_m):
+def test_causal_tiles_end_with_the_diagonal(block_m):
     records = key_records(masks.causal(1024), block_m).records
     assert records.tiles[:, 0].tolist() == list(range(0, 1024, KEYS))  # most work first
     for key, _, first, split, last, *_ in records.tiles.tolist():
-        assert records.runs[first:split, :2].tolist() == [[key, key + KEYS]]
-        assert records.runs[split:last, :2].tolist() == (
+        assert records.runs[split:last, :2].tolist() == [[key, key + KEYS]]
+        assert records.runs[first:split, :2].tolist() == (
             [[key + KEYS, 1024]] if key + KEYS < 1024 else []
         )
 
@@ -78,7 +78,7 @@ def test_tiles_and_blocks_begin_with_documents():
     records = key_records(masks.documents([0, 300, 310, 330, 1000], causal=True), 64).records
     keys = sorted(records.tiles[:, 0].tolist())
     assert keys == [0, 128, 256, 330, 458, 586, 714, 842, 970]
-    first = {key: records.runs[run, 0] for key, _, run, *_ in records.tiles.tolist()}
+    first = {t[0]: records.runs[t[2] : t[4], 0].min() for t in records.tiles.tolist()}
     assert first[256] == 256 and first[330] == 330  # from the first row that sees them
     assert not records.tiles[records.tiles[:, 0] == 256, 5]  # 74 keys: TMA would write more
 

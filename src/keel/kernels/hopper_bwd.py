@@ -368,29 +368,25 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         run = tile.first
         row = gl.load(inputs.RUNS + run * 4)
         end = gl.load(inputs.RUNS + run * 4 + 1)
-        lo, hi = bounds(inputs, run, mine)
-        while run < tile.split:
+        lo, hi = bounds(inputs, tile.split, mine)
+        while run < tile.last:  # not a loop for each kind of run: see the forward
             next_row = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
             next_end = gl.load(inputs.RUNS + run * 4 + 5)
-            next_lo, next_hi = bounds(inputs, run + 1, mine)
-            while row < end:
-                dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, lo, hi,
-                              scale2, True, s_l, a_l)
-                row += BM
-                count += 1
-            row = next_row
-            end = next_end
-            lo = next_lo
-            hi = next_hi
-            run += 1
-        while run < tile.last:
-            next_row = gl.load(inputs.RUNS + run * 4 + 4)
-            next_end = gl.load(inputs.RUNS + run * 4 + 5)
-            while row < end:
-                dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, lo, hi,
-                              scale2, False, s_l, a_l)
-                row += BM
-                count += 1
+            if run < tile.split:
+                while row < end:
+                    dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, lo,
+                                  hi, scale2, False, s_l, a_l)
+                    row += BM
+                    count += 1
+            else:
+                next_lo, next_hi = bounds(inputs, run + 1, mine)
+                while row < end:
+                    dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, lo,
+                                  hi, scale2, True, s_l, a_l)
+                    row += BM
+                    count += 1
+                lo = next_lo
+                hi = next_hi
             row = next_row
             end = next_end
             run += 1
