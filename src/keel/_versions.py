@@ -25,7 +25,7 @@ def constant_in_traces(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def runs_plainly(*tensors: torch.Tensor) -> bool:
@@ -42,10 +42,7 @@ def runs_plainly(*tensors: torch.Tensor) -> bool:
         modes = torch.overrides._get_current_function_mode_stack()
         if any(type(mode) is not DeviceContext for mode in modes):
             return False
-    for x in tensors:
-        if type(x) not in _PLAIN:
-            return False
-    return True
+    return _PLAIN.issuperset(map(type, tensors))
 
 
 def apply_plainly(function: type[torch.autograd.Function], *inputs: Any) -> Any:
@@ -91,7 +88,7 @@ def c_launcher(compiled: Any, grid: Sequence[int]) -> CLauncher | None:
         return None
     from triton.backends.nvidia import driver
 
-    launcher = getattr(compiled, "run", None)
+    launcher: Any = getattr(compiled, "run", None)
     if type(launcher) is not driver.CudaLauncher:
         return None
     if launcher.global_scratch_size or launcher.profile_scratch_size:

@@ -219,7 +219,7 @@ def _attend(
     plain = runs_plainly(q, k, v, *[x for x in others if x is not None])
     key = None
     if plain:
-        if type(mask) is not AttnMask:
+        if not isinstance(mask, AttnMask):
             mask = mask_of_tensors(mask, q.shape[0], k.shape[0])
         options = (softmax_scale, softcap, return_max_logits, deterministic, backend)
         key = call_key(q, k, v, mask, others, (*options, sm_margin, type(sm_margin)))
@@ -228,7 +228,7 @@ def _attend(
             out, lse, max_logits = call(q, k, v, *others)
             return out, AttnForwardMeta(lse, max_logits)
     check_qkv(q, k, v)
-    if type(mask) is AttnMask:
+    if isinstance(mask, AttnMask):
         _check_mask_shape(mask, q, k)
     scoring = Scoring(
         scale=q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale),
@@ -247,7 +247,7 @@ def _attend(
     chosen = choose_attention_backend(backend, q, k, v, scoring)
     direct = plain and chosen != "reference"
     if direct and (max_logits_out is None or max_logits_out.is_contiguous()):
-        assert type(mask) is AttnMask
+        assert isinstance(mask, AttnMask)
         call = DirectCall(
             *(q, v, mask, scoring),
             want_max=bool(return_max_logits) or max_logits_out is not None,
@@ -282,7 +282,7 @@ def _check_mask_shape(mask: AttnMask, q: torch.Tensor, k: torch.Tensor) -> None:
 
 
 def _operator_inputs(mask: AttnMask | list[torch.Tensor]) -> list[torch.Tensor]:
-    if type(mask) is not AttnMask:
+    if not isinstance(mask, AttnMask):
         return mask
     return [mask.tensor] if torch.compiler.is_compiling() else tensors_of_mask(mask)
 

@@ -342,8 +342,12 @@ def gradients(
     sm_margin: int,
     backend: str,
     dtype: torch.dtype,
+    steps: list[Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(dq, dk, dv, dsink, dbias); the first three in `dtype` or wider."""
+    """(dq, dk, dv, dsink, dbias); the first three in `dtype` or wider.
+
+    `steps` gets the launches that `flash_bwd.repeat` can do again, where these are all there is.
+    """
     sink, bias, dsink = scoring.sink, scoring.bias, None
     if backend == "blocked":
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
@@ -357,7 +361,7 @@ def gradients(
     from keel.kernels import flash_bwd
 
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    lse2, delta = flash_bwd.row_terms(out, dout, lse, dlse)
+    lse2, delta = flash_bwd.row_terms(out, dout, lse, dlse, steps)
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     dbias = None
     if want_dbias:
@@ -372,6 +376,7 @@ def gradients(
         dbias=dbias,
         deterministic=deterministic,
         sm_margin=sm_margin,
+        steps=steps,
     )
     if factor != 1.0:
         dq.mul_(factor)
