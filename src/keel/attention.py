@@ -75,7 +75,7 @@ def flex_flash_attn_func(
     (True, (6, 2), (2,))
     """
     mask: AttnMask | list[torch.Tensor]
-    if type(q_ranges) is AttnMask and k_ranges is None and attn_type_map is None:
+    if isinstance(q_ranges, AttnMask) and k_ranges is None and attn_type_map is None:
         mask = q_ranges
     else:
         check_qkv(q, k, v)
