@@ -128,11 +128,17 @@ def c_launcher(compiled: Any, grid: Sequence[int]) -> CLauncher | None:
     return CLauncher(run, driver.make_tensordesc_arg, forms)
 
 
-def has_launch_hooks() -> bool:
-    """Whether a profiler asked Triton to be told of launches."""
+@functools.cache
+def _triton_runtime() -> Any:
     from triton import knobs
 
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return knobs.runtime
+
+
+def has_launch_hooks() -> bool:
+    """Whether a profiler asked Triton to be told of launches."""
+    runtime = _triton_runtime()
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(
         (enter is not None and getattr(enter, "calls", True))
         or (leave is not None and getattr(leave, "calls", True))
