@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -20,13 +25,123 @@ def constant_in_traces(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
 def runs_plainly(*tensors: torch.Tensor) -> bool:
     """Whether nobody traces, transforms or counts operators, so that one may be bypassed."""
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    ):
+        return False
+    if torch._C._len_torch_function_stack():  # a default device is one, and looks at nothing
+        modes = torch.overrides._get_current_function_mode_stack()
+        if any(type(mode) is not DeviceContext for mode in modes):
+            return False
+    return _PLAIN.issuperset(map(type, tensors))
+
+
+def apply_plainly(function: type[torch.autograd.Function], *inputs: Any) -> Any:
+    """function.apply without its look at torch.func's transforms, after `runs_plainly`."""
+    return super(torch.autograd.Function, function).apply(*inputs)  # type: ignore[misc]
+
+
+def launch_stream(index: int | None) -> int | None:
+    """The current stream of a CUDA device, as the driver takes it; 0 for no index, a CPU.
+
+    None where a launch has to take care: another device is current, or a graph is being captured.
+    """
+    if index is None:
+        return 0
+    if torch._C._cuda_getDevice() != index or torch._C._cuda_isCurrentStreamCapturing():
+        return None
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    return stream
+
+
+@dataclass(frozen=True, slots=True)
+class CLauncher:
+    """Triton's launcher in C, below its Python: no hooks, no scratch memory, no encoding."""
+
+    run: Callable[[int, list[Any]], None]
+    """(stream, kernel arguments): addresses for tensors, what `expand` gives for descriptors."""
+    expand: Callable[[Any, Any], list[Any]]
+    """(TMA descriptor, its form): what stands for it, encoded map or address first."""
+    forms: Sequence[Any]
+    """How each descriptor of the kernel is encoded; None where it takes an address."""
+
+
+def c_launcher(compiled: Any, grid: Sequence[int]) -> CLauncher | None:
+    """How to launch a compiled kernel without Triton's Python; None where that is not known.
+
+    Read from the drivers of Triton 3.6 and 3.7. Others, other vendors and kernels that want
+    scratch memory take the ordinary way.
+    """
+    import triton
+
+    version = tuple(triton.__version__.split(".")[:2])
+    if version not in (("3", "6"), ("3", "7")) or torch.version.hip is not None:
+        return None
+    from triton.backends.nvidia import driver
+
+    launcher: Any = getattr(compiled, "run", None)
+    if type(launcher) is not driver.CudaLauncher:
+        return None
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
+    function = launcher.launch
+    if isinstance(function, FunctionType):  # the wrapper that encodes descriptors
+        function = inspect.getclosurevars(function).nonlocals.get("launcher")
+    if not isinstance(function, BuiltinFunctionType):
+        return None
+    kinds = [kind for kind in compiled.src.signature.values() if isinstance(kind, str)]
+    num_descriptors = sum(kind.startswith("tensordesc") for kind in kinds)
+    forms = getattr(compiled.metadata, "tensordesc_meta", None) or [None] * num_descriptors
+    if len(forms) != num_descriptors:
+        return None
+    options = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+    handle, metadata = compiled.function, compiled.packed_metadata
+    x, y, z = grid
+    run: Callable[[int, list[Any]], None]
+    if version == ("3", "6"):
+
+        def run(stream: int, arguments: list[Any]) -> None:
+            function(
+                *(x, y, z, stream, handle, *options, None, None, metadata, None, None, None),
+                *arguments,
+            )
+
+    else:
+        signature = (launcher.arg_annotations, launcher.kernel_signature)
+
+        def run(stream: int, arguments: list[Any]) -> None:
+            function(
+                *(x, y, z, stream, handle, *options, metadata, None, None, None, None, None),
+                *signature,
+                arguments,
+            )
+
+    return CLauncher(run, driver.make_tensordesc_arg, forms)
+
+
+@functools.cache
+def _triton_runtime() -> Any:
+    from triton import knobs
+
+    return knobs.runtime
+
+
+def has_launch_hooks() -> bool:
+    """Whether a profiler asked Triton to be told of launches."""
+    runtime = _triton_runtime()
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(
+        (enter is not None and getattr(enter, "calls", True))
+        or (leave is not None and getattr(leave, "calls", True))
     )
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
+from types import NoneType
 from typing import Any
 
 import torch
 
 from keel import masks
-from keel._versions import constant_in_traces
+from keel._versions import constant_in_traces, runs_plainly
 from keel.checks import check_max_logits_out, check_qkv, check_scoring, check_sm_margin
+from keel.direct import DirectCall, call_key, known_call, remember
 from keel.masks import AttnMask
 from keel.masks.inputs import mask_of_tensors, remembered, tensors_of_mask
 from keel.masks.intervals import UNBOUNDED
 from keel.masks.mask import MAX_TOKENS, RangesLike, TypesLike
 from keel.meta import AttnForwardMeta, Scoring
-from keel.ops import attention, choose_attention_backend
+from keel.ops import attention, choose_attention_backend, settled_backend
 
 
 def flex_flash_attn_func(
@@ -73,22 +75,15 @@ def flex_flash_attn_func(
     >>> bool(torch.allclose(out[0], v[0])), tuple(meta.lse.shape), tuple(meta.max_logits.shape)
     (True, (6, 2), (2,))
     """
-    check_qkv(q, k, v)
-    mask = _mask_tensors(q_ranges, k_ranges, attn_type_map, q.shape[0], k.shape[0])
+    mask: AttnMask | list[torch.Tensor]
+    if isinstance(q_ranges, AttnMask) and k_ranges is None and attn_type_map is None:
+        mask = q_ranges
+    else:
+        check_qkv(q, k, v)
+        mask = _mask_tensors(q_ranges, k_ranges, attn_type_map, q.shape[0], k.shape[0])
     return _attend(
-        *(q, k, v, mask),
-        Scoring(
-            scale=q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale),
-            softcap=float(softcap),
-            sink=sink,
-            bias=bias,
-            alibi_slopes=alibi_slopes,
-        ),
-        return_max_logits=return_max_logits,
-        max_logits_out=max_logits_out,
-        deterministic=deterministic,
-        sm_margin=sm_margin,
-        backend=backend,
+        *(q, k, v, mask, softmax_scale, softcap, sink, bias, alibi_slopes, None),
+        *(return_max_logits, max_logits_out, deterministic, sm_margin, backend),
     )
 
 
@@ -138,16 +133,8 @@ def flash_attn_func(
         sample = torch.arange(batch, device=q.device, dtype=torch.int32)
         offset = ((sample + 1) * (sk - sq)).repeat_interleave(sq)
     out, meta = _attend(
-        *(*tokens, mask),
-        Scoring(
-            scale=q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale),
-            softcap=float(softcap),
-            alibi_slopes=alibi_slopes,
-            alibi_offset=offset,
-        ),
-        return_max_logits=return_max_logits,
-        deterministic=deterministic,
-        backend=backend,
+        *(*tokens, mask, softmax_scale, softcap, None, None, alibi_slopes, offset),
+        *(return_max_logits, None, deterministic, 0, backend),
     )
     lse = meta.lse.unflatten(0, (batch, sq)).transpose(1, 2)
     return _flash_results(
@@ -202,16 +189,8 @@ def flash_attn_varlen_func(
         shift = (cu_seqlens_k[1:] - cu_seqlens_q[1:]).to(q.device, torch.int32)
         offset = shift[document.clamp(max=len(shift) - 1)]
     out, meta = _attend(
-        *(q, k, v, mask),
-        Scoring(
-            scale=q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale),
-            softcap=float(softcap),
-            alibi_slopes=alibi_slopes,
-            alibi_offset=offset,
-        ),
-        return_max_logits=return_max_logits,
-        deterministic=deterministic,
-        backend=backend,
+        *(q, k, v, mask, softmax_scale, softcap, None, None, alibi_slopes, offset),
+        *(return_max_logits, None, deterministic, 0, backend),
     )
     return _flash_results(out, meta.lse.T, meta, return_attn_probs, return_max_logits)
 
@@ -220,30 +199,93 @@ def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: list[torch.Tensor],
-    scoring: Scoring,
-    *,
+    mask: AttnMask | list[torch.Tensor],
+    softmax_scale: float | None,
+    softcap: float,
+    sink: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    alibi_offset: torch.Tensor | None,
     return_max_logits: bool,
-    max_logits_out: torch.Tensor | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    backend: str = "auto",
+    max_logits_out: torch.Tensor | None,
+    deterministic: bool,
+    sm_margin: int,
+    backend: str,
 ) -> tuple[torch.Tensor, AttnForwardMeta]:
-    """The common way of all public calls once check_qkv has passed."""
+    """The common way of all public calls: known ones at once, others checked.
+
+    mask: tensors as operators take them, for q and k that have been checked; or one that is ready.
+    """
+    others = (sink, bias, alibi_slopes, alibi_offset, max_logits_out)
+    plain = runs_plainly(q, k, v, *[x for x in others if x is not None])
+    key = None
+    if plain:
+        if not isinstance(mask, AttnMask):
+            mask = mask_of_tensors(mask, q.shape[0], k.shape[0])
+        options = (softmax_scale, softcap, return_max_logits, deterministic, backend)
+        key = call_key(q, k, v, mask, others, (*options, sm_margin, type(sm_margin)))
+        call = known_call(key)
+        if call is not None:
+            out, lse, max_logits = call(q, k, v, *others)
+            return out, AttnForwardMeta(lse, max_logits)
+    check_qkv(q, k, v)
+    if isinstance(mask, AttnMask):
+        _check_mask_shape(mask, q, k)
+    scoring = Scoring(
+        scale=q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale),
+        softcap=float(softcap),
+        sink=sink,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        alibi_offset=alibi_offset,
+    )
     check_scoring(scoring, q, k.shape[0])
     check_sm_margin(sm_margin, q.device)
     if max_logits_out is not None:
         check_max_logits_out(max_logits_out, q)
-    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    given = (q, k, v)
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in given)
+    chosen = choose_attention_backend(backend, q, k, v, scoring)
+    direct = plain and chosen != "reference"
+    if direct and (max_logits_out is None or max_logits_out.is_contiguous()):
+        assert isinstance(mask, AttnMask)
+        call = DirectCall(
+            *(q, v, mask, scoring),
+            want_max=bool(return_max_logits) or max_logits_out is not None,
+            deterministic=deterministic,
+            sm_margin=sm_margin,
+            backend=settled_backend(chosen, q, k, v, scoring),
+        )
+        out, lse, max_logits = call(q, k, v, *others)
+        is_simple = isinstance(softmax_scale, (float, int, NoneType)) and isinstance(
+            softcap, (float, int)
+        )  # a tensor would be known by its identity, whatever becomes of its value
+        if is_simple and q is given[0] and k is given[1] and v is given[2]:
+            remember(key, call)
+        return out, AttnForwardMeta(lse, max_logits)
     out, lse, max_logits = attention(
-        *(q, k, v, mask, scoring),
+        *(q, k, v, _operator_inputs(mask), scoring),
         want_max=return_max_logits,
         max_logits_out=max_logits_out,
         deterministic=deterministic,
         sm_margin=sm_margin,
-        backend=choose_attention_backend(backend, q, k, v, scoring),
+        backend=chosen,
     )
-    return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
+    return out, AttnForwardMeta(lse, max_logits)
+
+
+def _check_mask_shape(mask: AttnMask, q: torch.Tensor, k: torch.Tensor) -> None:
+    if mask.shape != (q.shape[0], k.shape[0]):
+        raise ValueError(
+            f"the mask is for (tq, tk) = {mask.shape}, but q and k have "
+            f"{(q.shape[0], k.shape[0])} tokens"
+        )
+
+
+def _operator_inputs(mask: AttnMask | list[torch.Tensor]) -> list[torch.Tensor]:
+    if not isinstance(mask, AttnMask):
+        return mask
+    return [mask.tensor] if torch.compiler.is_compiling() else tensors_of_mask(mask)
 
 
 def _mask_tensors(
@@ -253,17 +295,9 @@ def _mask_tensors(
     tq: int,
     tk: int,
 ) -> list[torch.Tensor]:
-    """Mask arguments as operator inputs, validated now unless they are being traced."""
+    """Ranges and types as operator inputs, validated now unless they are being traced."""
     if isinstance(q_ranges, AttnMask):
-        if k_ranges is not None or types is not None:
-            raise ValueError("a ready AttnMask replaces k_ranges and attn_type_map: pass it alone")
-        if q_ranges.shape != (tq, tk):
-            raise ValueError(
-                f"the mask is for (tq, tk) = {q_ranges.shape}, but q and k have {(tq, tk)} tokens"
-            )
-        if torch.compiler.is_compiling():
-            return [q_ranges.tensor]
-        return tensors_of_mask(q_ranges)
+        raise ValueError("a ready AttnMask replaces k_ranges and attn_type_map: pass it alone")
     if k_ranges is None and torch.compiler.is_compiling() and isinstance(q_ranges, torch.Tensor):
         return [q_ranges]  # from traced_documents
     if k_ranges is None:

@@ -93,11 +93,18 @@ def _hopper_problem(
     return hopper_problem(q, k, v, scoring)
 
 
-def _forward_kernel(
+def settled_backend(
     backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring
-) -> Any:
-    """The module whose `forward` serves a backend that is not torch itself."""
-    if backend == "hopper" or (backend == "auto" and _hopper_problem(q, k, v, scoring) is None):
+) -> str:
+    """What "auto" means on a GPU for these tensors; any other backend is itself."""
+    if backend != "auto":
+        return backend
+    return "hopper" if _hopper_problem(q, k, v, scoring) is None else "triton"
+
+
+def forward_kernel(backend: str) -> Any:
+    """The module whose `forward` serves a settled backend that is not torch itself."""
+    if backend == "hopper":
         from keel.kernels import hopper_launch
 
         return hopper_launch
@@ -188,7 +195,7 @@ def _in_its_own_precision(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_in_its_own_precision
-def _attn_fwd(
+def attn_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -218,9 +225,9 @@ def _attn_fwd(
     out = torch.empty(tq, hq, dv, dtype=q.dtype, device=q.device)
     lse = torch.empty(tq, hq, dtype=torch.float32, device=q.device)
     if max_logits is None:
-        max_logits = torch.full((hq if want_max else 0,), -torch.inf, device=q.device)
+        max_logits = lse.new_full((hq if want_max else 0,), -torch.inf)
     q, scoring, _ = _positive_scale(q, scoring)
-    _forward_kernel(backend, q, k, v, scoring).forward(
+    forward_kernel(settled_backend(backend, q, k, v, scoring)).forward(
         *(q, k, v, attn_mask, scoring),
         out=out,
         lse=lse,
@@ -230,7 +237,7 @@ def _attn_fwd(
     return out, lse, max_logits
 
 
-torch.library.impl("keel::attn_fwd", "CompositeExplicitAutograd", _attn_fwd)
+torch.library.impl("keel::attn_fwd", "CompositeExplicitAutograd", attn_fwd)
 
 
 @torch.library.register_fake("keel::attn_fwd")
@@ -275,7 +282,7 @@ def _attn_accumulate(
             torch.maximum(max_logits, part_top, out=max_logits)
         return
     q, scoring, _ = _positive_scale(q, scoring)
-    _forward_kernel(backend, q, k, v, scoring).forward(
+    forward_kernel(settled_backend(backend, q, k, v, scoring)).forward(
         *(q, k, v, attn_mask, scoring),
         out=out,
         lse=lse,
@@ -291,7 +298,7 @@ def _attn_accumulate_fake(*args: Any) -> None:
 
 
 @_in_its_own_precision
-def _attn_bwd(
+def attn_bwd(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     q: torch.Tensor,
@@ -312,7 +319,7 @@ def _attn_bwd(
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     scoring = _scoring(sink, bias, alibi_slopes, alibi_offset, scale, softcap)
-    dq, dk, dv, dsink, dbias = _gradients(
+    dq, dk, dv, dsink, dbias = gradients(
         *(dout, dlse, q, k, v, out, lse, mask_of_tensors(mask, q.shape[0], k.shape[0]), scoring),
         want_dbias=want_dbias,
         deterministic=deterministic,
@@ -325,7 +332,8 @@ def _attn_bwd(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, dbias
 
 
-def _gradients(
+@_in_its_own_precision
+def gradients(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     q: torch.Tensor,
@@ -341,8 +349,12 @@ def _gradients(
     sm_margin: int,
     backend: str,
     dtype: torch.dtype,
+    steps: list[Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(dq, dk, dv, dsink, dbias); the first three in `dtype` or wider."""
+    """(dq, dk, dv, dsink, dbias); the first three in `dtype` or wider.
+
+    `steps` gets the launches that `flash_bwd.repeat` can do again, where these are all there is.
+    """
     sink, bias, dsink = scoring.sink, scoring.bias, None
     if backend == "blocked":
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
@@ -356,7 +368,7 @@ def _gradients(
     from keel.kernels import flash_bwd
 
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    lse2, delta = flash_bwd.row_terms(out, dout, lse, dlse)
+    lse2, delta = flash_bwd.row_terms(out, dout, lse, dlse, steps)
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     dbias = None
     if want_dbias:
@@ -372,6 +384,7 @@ def _gradients(
         deterministic=deterministic,
         sm_margin=sm_margin,
         backend=backend,
+        steps=steps,
     )
     if factor != 1.0:
         dq.mul_(factor)
@@ -397,6 +410,7 @@ def _fill_gradients(
     deterministic: bool,
     sm_margin: int,
     backend: str,
+    steps: list[Any] | None,
 ) -> None:
     """By the Hopper backward where it is wanted and can, else by the portable one.
 
@@ -411,6 +425,8 @@ def _fill_gradients(
 
         if hopper_bwd_launch.backward_problem(dout, q, k, v, scoring) is None:
             hopper_bwd_launch.backward(*given, dq=dq, dk=dk, dv=dv)
+            if steps is not None:  # more than launches: it cannot be repeated by them
+                steps.clear()
             return
     flash_bwd.backward(
         *given,
@@ -420,10 +436,11 @@ def _fill_gradients(
         dbias=dbias,
         deterministic=deterministic,
         sm_margin=sm_margin,
+        steps=steps,
     )
 
 
-torch.library.impl("keel::attn_bwd", "CompositeExplicitAutograd", _attn_bwd)
+torch.library.impl("keel::attn_bwd", "CompositeExplicitAutograd", attn_bwd)
 
 
 def _sink_gradient(sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
@@ -459,17 +476,13 @@ def _attn_bwd_fake(
 _NUM_FWD_INPUTS = 14
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], out: torch.Tensor, lse: torch.Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     q, k, v, mask, sink, bias, slopes, offset, *numbers = inputs
+    out, lse, max_logits = output
     ctx.save_for_backward(q, k, v, out, lse, sink, bias, slopes, offset, *mask)
     ctx.numbers = numbers
     ctx.want_dbias = bias is not None and bias.requires_grad
     ctx.set_materialize_grads(False)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    out, lse, max_logits = output
-    _save(ctx, inputs, out, lse)
     ctx.mark_non_differentiable(max_logits)
 
 
@@ -484,7 +497,7 @@ def _backward(
         dout = torch.zeros_like(out)
     # A graph of the gradients (create_graph) must meet the operator, which refuses it.
     direct = not torch.is_grad_enabled() and runs_plainly(dout, q)
-    dq, dk, dv, dsink, dbias = (_attn_bwd if direct else torch.ops.keel.attn_bwd)(
+    dq, dk, dv, dsink, dbias = (attn_bwd if direct else torch.ops.keel.attn_bwd)(
         *(dout, dlse, q, k, v, out, lse, mask, sink, bias, slopes, offset, scale, softcap),
         *(ctx.want_dbias, deterministic, sm_margin, backend),
     )
@@ -494,28 +507,6 @@ def _backward(
 
 
 torch.library.register_autograd("keel::attn_fwd", _backward, setup_context=_setup_context)
-
-
-class _Direct(torch.autograd.Function):
-    """keel::attn_fwd without the dispatcher, which costs more time than small problems take.
-
-    It may also do what operators with autograd formulas may not: write to an input, the running
-    maximum. That one is not among the results; where there is none, max logits come third.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, max_logits: torch.Tensor | None, *inputs: Any) -> tuple[Any, ...]:
-        out, lse, top = _attn_fwd(*inputs, max_logits=max_logits)
-        _save(ctx, inputs, out, lse)
-        if max_logits is not None:
-            return out, lse, None
-        ctx.mark_non_differentiable(top)
-        return out, lse, top
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        dq, dk, dv, _, *others = _backward(ctx, grads[0], grads[1], None)
-        return None, dq, dk, dv, None, *others
 
 
 def _second_backward(ctx: Any, *grads: torch.Tensor) -> None:
@@ -574,35 +565,21 @@ def attention(
     sm_margin: int,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(out, lse, max_logits or None), differentiable in q, k, v, sink and bias.
+    """(out, lse, max_logits or None), differentiable in q, k, v, sink and bias, by the operators.
 
     `max_logits_out` is raised in place and returned as max_logits.
     """
     want_max = want_max or max_logits_out is not None
-    inputs = (
-        *(q, k, v, mask, scoring.sink, scoring.bias, scoring.alibi_slopes, scoring.alibi_offset),
-        *(scoring.scale, scoring.softcap, want_max, deterministic, sm_margin, backend),
-    )
-    direct = backend != "reference" and runs_plainly(q, k, v)
-    if direct and (max_logits_out is None or max_logits_out.is_contiguous()):
-        differentiable = (q, k, v, scoring.sink, scoring.bias)
-        if torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in differentiable
-        ):
-            out, lse, top = _Direct.apply(max_logits_out, *inputs)
-        else:
-            out, lse, top = _attn_fwd(*inputs, max_logits=max_logits_out)
-        if max_logits_out is not None:
-            top = max_logits_out
-            if not top.is_inference():  # those have no version
-                torch.autograd.graph.increment_version(top)
-        return out, lse, top if want_max else None
     if backend == "reference":
         attn_mask: AttnMask = mask_of_tensors(mask, q.shape[0], k.shape[0])
         with torch.autocast(q.device.type, enabled=False):
             out, lse, top = reference.attention(q, k, v, attn_mask, scoring)
     else:
-        out, lse, top = torch.ops.keel.attn_fwd(*inputs)
+        out, lse, top = torch.ops.keel.attn_fwd(
+            *(q, k, v, mask),
+            *(scoring.sink, scoring.bias, scoring.alibi_slopes, scoring.alibi_offset),
+            *(scoring.scale, scoring.softcap, want_max, deterministic, sm_margin, backend),
+        )
     if max_logits_out is not None:
         top = max_logits_out.copy_(torch.maximum(max_logits_out, top))
     return out, lse, top if want_max else None
@@ -654,7 +631,7 @@ def partial_gradients(
 
     out and lse are those of all keys; dsink, where scoring has a sink, is therefore that of all.
     """
-    *grads, dsink, _ = _gradients(
+    *grads, dsink, _ = gradients(
         *(dout, dlse, q, k, v, out, lse, mask, scoring),
         want_dbias=False,
         deterministic=deterministic,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keel import flex_flash_attn_func, masks
+from keel import direct, flex_flash_attn_func, masks
 from keel.kernels import flash_fwd, launch
 
 MASK = masks.causal(20)
@@ -22,9 +22,11 @@ def prepared(monkeypatch):
         return prepare(*args)
 
     monkeypatch.setattr(flash_fwd, "_prepare", counting)
-    launch._recipes.clear()
+    for remembered in (launch._recipes, direct._known):
+        remembered.clear()
     yield calls
-    launch._recipes.clear()
+    for remembered in (launch._recipes, direct._known):
+        remembered.clear()
 
 
 def check(q, k, v, mask=MASK, **options):

@@ -36,7 +36,7 @@ from keel.kernels.flash_common import (
     tanh,
     work_counter,
 )
-from keel.kernels.launch import Prepared, Tensors, launch, rows_of_heads
+from keel.kernels.launch import Prepared, Recipe, Tensors, launch, rows_of_heads
 from keel.masks import AttnMask
 from keel.meta import Scoring
 
@@ -402,15 +402,19 @@ def choose_configs(
 
 
 def row_terms(
-    out: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    steps: list[Recipe] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(lse2, delta), both (hq, tq) fp32."""
+    """(lse2, delta), both (hq, tq) fp32; the launch is added to `steps`."""
     tq, hq, dv = out.shape
     lse2 = torch.empty(hq, tq, dtype=torch.float32, device=out.device)
     delta = torch.empty_like(lse2)
     if tq == 0:
         return lse2, delta
-    launch(
+    recipe = launch(
         row_terms_kernel,
         None,
         {"OUT": out, "DOUT": dout, "LSE": lse, "DLSE": dlse, "LSE2": lse2, "DELTA": delta},
@@ -424,6 +428,8 @@ def row_terms(
             },
         ),
     )
+    if steps is not None:
+        steps.append(recipe)
     return lse2, delta
 
 
@@ -444,15 +450,52 @@ def backward(
     deterministic: bool = False,
     sm_margin: int = 0,
     configs: tuple[TileConfig, TileConfig] | None = None,
+    steps: list[Recipe] | None = None,
 ) -> None:
-    """Fills dq, dk, dv, and adds to dbias (fp32, in the shape of the bias). The scale is > 0."""
+    """Fills dq, dk, dv, and adds to dbias (fp32, in the shape of the bias). The scale is > 0.
+
+    The launches are added to `steps`.
+    """
     (tq, hq, _), tk = q.shape, k.shape[0]
     given = _Given(dout, q, k, v, lse2, delta, mask, scoring, sm_margin, configs)
     if dbias is not None and deterministic and dbias.shape != (hq, tq, tk):
         _add_dbias_in_order(dbias, given)
         dbias = None
-    _launch_dkdv(given, dk, dv)
-    _launch_dq(given, dq, dbias)
+    launched = [_launch_dkdv(given, dk, dv), _launch_dq(given, dq, dbias)]
+    if steps is not None:
+        steps += launched
+
+
+def repeat(
+    steps: list[Recipe],
+    stream: int | None,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) by the launches of an earlier backward without bias, ALiBi, sink and margin.
+
+    The layouts are those of that call; `stream` is from `launch_stream`.
+    """
+    tq, hq, _ = q.shape
+    lse2 = torch.empty(hq, tq, dtype=torch.float32, device=q.device)
+    delta = torch.empty_like(lse2)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    tensors: Tensors = {
+        **{"Q": q, "K": k, "V": v, "OUT": out, "LSE": lse, "DOUT": dout, "DLSE": dlse},
+        **{"LSE2": lse2, "DELTA": delta, "DQ": dq, "DK": dk, "DVAL": dv},
+        **dict.fromkeys(("BIAS", "SLOPES", "OFFSET", "COUNTER", "DBIAS")),
+    }
+    for recipe in steps:
+        if stream is None:
+            recipe.run(tensors)
+        else:
+            recipe.run_on(stream, tensors)
+    return dq, dk, dv
 
 
 @dataclass(frozen=True, slots=True)
@@ -528,7 +571,7 @@ class _Given:
         )
 
 
-def _launch_dkdv(given: _Given, dk: torch.Tensor, dv: torch.Tensor) -> None:
+def _launch_dkdv(given: _Given, dk: torch.Tensor, dv: torch.Tensor) -> Recipe:
     def prepare() -> Prepared | None:
         config, _ = given.chosen_configs()
         plan, arrays = device_plan(given.mask, config.block_m, config.block_n, "k", dk.device)
@@ -544,10 +587,10 @@ def _launch_dkdv(given: _Given, dk: torch.Tensor, dv: torch.Tensor) -> None:
         )
 
     tensors = {**given.tensors(), "DK": dk, "DVAL": dv}
-    launch(flash_bwd_dkdv_kernel, given.key, tensors, prepare)
+    return launch(flash_bwd_dkdv_kernel, given.key, tensors, prepare)
 
 
-def _launch_dq(given: _Given, dq: torch.Tensor, dbias: torch.Tensor | None) -> None:
+def _launch_dq(given: _Given, dq: torch.Tensor, dbias: torch.Tensor | None) -> Recipe:
     def prepare() -> Prepared | None:
         _, config = given.chosen_configs()
         plan, arrays = device_plan(given.mask, config.block_m, config.block_n, "q", dq.device)
@@ -566,7 +609,7 @@ def _launch_dq(given: _Given, dq: torch.Tensor, dbias: torch.Tensor | None) -> N
         )
 
     tensors = {**given.tensors(), "DQ": dq, "DBIAS": dbias}
-    launch(flash_bwd_dq_kernel, given.key, tensors, prepare)
+    return launch(flash_bwd_dq_kernel, given.key, tensors, prepare)
 
 
 def _add_dbias_in_order(dbias: torch.Tensor, given: _Given) -> None:

@@ -320,7 +320,9 @@ def section_heads(
     return best * group
 
 
-def work_counter(sm_margin: int, device: torch.device) -> torch.Tensor | None:
+def work_counter(
+    sm_margin: int, device: torch.device, stream: int | None = None
+) -> torch.Tensor | None:
     """What a persistent grid draws work from; None without a margin.
 
     The hardware starts programs in order, so without a margin the longest-first list needs no

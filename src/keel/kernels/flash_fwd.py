@@ -35,7 +35,7 @@ from keel.kernels.flash_common import (
     tanh,
     work_counter,
 )
-from keel.kernels.launch import Prepared, launch, rows_of_heads
+from keel.kernels.launch import Prepared, Recipe, launch, rows_of_heads
 from keel.masks import AttnMask
 from keel.meta import Scoring
 
@@ -261,13 +261,13 @@ def forward(
     accumulate: bool = False,
     sm_margin: int = 0,
     config: TileConfig | None = None,
-) -> None:
+) -> Recipe:
     """Fills out (tq, hq, dv) and lse (tq, hq) fp32, and raises max_logits (hq,) fp32 in place.
 
     With `accumulate`, out is fp32 and (out, lse) hold a partial result to merge into. The scale
     must be positive. Last dims are contiguous; lse is contiguous.
     """
-    launch(
+    return launch(
         flash_fwd_kernel,
         (mask, scoring.scale, scoring.softcap, accumulate, sm_margin, config),
         {

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from keel._versions import constant_in_traces
+from keel._versions import constant_in_traces, launch_stream
 from keel.kernels import flash_fwd
 from keel.kernels.flash_common import compute_capability, num_sms, section_heads
-from keel.kernels.launch import INTERPRETED, Prepared, launch
+from keel.kernels.launch import INTERPRETED, Prepared, Recipe, launch
 from keel.masks import AttnMask
 from keel.meta import Scoring
 from keel.tile_records import ROWS, TileRecords, best_records
@@ -112,27 +112,30 @@ def forward(
     accumulate: bool = False,
     sm_margin: int = 0,
     form: Form | None = None,
-) -> None:
+) -> Recipe:
     """As flash_fwd.forward, for what `hopper_problem` lets through."""
     if k.shape[0] == 0:  # nothing that a descriptor could describe
-        flash_fwd.forward(
+        return flash_fwd.forward(
             *(q, k, v, mask, scoring),
             out=out,
             lse=lse,
             max_logits=max_logits,
             accumulate=accumulate,
         )
-        return
     from keel.kernels.hopper_fwd import hopper_fwd_kernel
 
     # torch's own allocations are aligned, so out always is
     q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))
-    launch(
+    return launch(
         hopper_fwd_kernel,
         (mask, scoring.scale, scoring.softcap, accumulate, sm_margin, form),
         {
             **{"Q": q, "K": k, "V": v, "O": out, "OUT": out, "LSE": lse},
-            **{"MAX_LOGITS": max_logits, "SINK": scoring.sink, "COUNTER": _counter(q.device)},
+            **{
+                "MAX_LOGITS": max_logits,
+                "SINK": scoring.sink,
+                "COUNTER": work_counter(0, q.device),
+            },
         },
         lambda: _prepare(q, k, v, mask, scoring, out, max_logits, accumulate, sm_margin, form),
     )
@@ -234,20 +237,24 @@ def _on_device(records: TileRecords, device: torch.device) -> dict[str, torch.Te
     return {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}
 
 
-_counters: dict[tuple[int, int], torch.Tensor] = {}
+_counters: dict[tuple[int | None, int], torch.Tensor] = {}
 
 
-def _counter(device: torch.device) -> torch.Tensor:
+def work_counter(sm_margin: int, device: torch.device, stream: int | None = None) -> torch.Tensor:
     """Where blocks of threads draw their work; zero before and after each launch.
 
     Launches on one stream follow each other, so they share a counter. A graph may be replayed
-    beside anything, so it gets one of its own.
+    beside anything, so it gets one of its own. `stream`: from `launch_stream`, if it is known.
     """
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    key = (index, torch.cuda.current_stream(device).cuda_stream)
-    if key not in _counters:
+    if stream is None:
+        stream = launch_stream(device.index)
+    if stream is None:
+        if torch.cuda.is_current_stream_capturing():
+            return torch.zeros(1, dtype=torch.int32, device=device)
+        stream = torch.cuda.current_stream(device).cuda_stream
+    key = (device.index, stream)
+    counter = _counters.get(key)
+    if counter is None:
         with torch.inference_mode(False):
-            _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _counters[key]
+            counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return counter

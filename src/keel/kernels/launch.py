@@ -2,8 +2,8 @@
 
 What a launch needs beside its tensors (tile plan, tile sizes, strides, the compiled variant)
 follows from the mask, the options and the layout of the tensors. It is worked out at the first
-call and kept as a *recipe*; later calls fill in pointers and go straight to the driver, past
-Triton's binding of arguments, which takes longer than small kernels run.
+call and kept as a *recipe*; later calls fill in addresses and go straight to Triton's launcher in
+C, past its Python, which takes longer than small kernels run.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from keel._versions import CLauncher, c_launcher, has_launch_hooks, launch_stream
+from keel.kernels.tensor_maps import TensorMaps, tensor_maps
 
 logger = logging.getLogger("keel")
 
@@ -54,67 +57,86 @@ _compiled: set[tuple[str, str]] = set()
 
 def launch(
     kernel: Any, key: Hashable, tensors: Tensors, prepare: Callable[[], Prepared | None]
-) -> None:
-    """Runs a kernel on `tensors`, its pointer arguments by name.
+) -> Recipe:
+    """Runs a kernel on `tensors`, its pointer arguments by name; returns the recipe it followed.
 
     `key` holds all that `prepare` looks at beside the layout of the tensors. `prepare` runs when
     this combination is new, and returns None where there is nothing to do.
     """
-    layouts: list[Hashable] = []
+    full_key: list[Hashable] = [kernel.__name__, key]
     offset = 0
     for x in tensors.values():
         if x is None:
-            layouts.append(None)
+            full_key.append(None)
         else:
-            layouts.append((x.dtype, x.shape, x.stride(), x.device))
+            full_key += (x.dtype, x.shape, x.stride(), x.get_device())
             offset |= x.data_ptr()
     aligned = offset % 16 == 0
     if not aligned:
-        layouts += [None if x is None else x.data_ptr() % 16 for x in tensors.values()]
-    full_key = (kernel.__name__, key, *layouts)
-    recipe = _recipes.get(full_key)
+        full_key += [None if x is None else x.data_ptr() % 16 for x in tensors.values()]
+    found = tuple(full_key)
+    recipe = _recipes.get(found)
     if recipe is None:
-        recipe = Recipe(kernel, prepare(), list(tensors), aligned)
+        recipe = Recipe(kernel, prepare(), tensors, aligned)
         while len(_recipes) >= MAX_RECIPES:
             _recipes.pop(next(iter(_recipes)), None)
-        _recipes[full_key] = recipe
+        _recipes[found] = recipe
     recipe.run(tensors)
+    return recipe
 
 
 class Recipe:
     """A launch with everything known but where the tensors are."""
 
     def __init__(
-        self, kernel: Any, prepared: Prepared | None, names: list[str], aligned: bool
+        self, kernel: Any, prepared: Prepared | None, tensors: Tensors, aligned: bool
     ) -> None:
         self.kernel, self.prepared, self.aligned = kernel, prepared, aligned
+        device = next(x.device for x in tensors.values() if x is not None)
+        self.device_index = device.index if device.type == "cuda" else None
         self.runner: Callable[..., None] | None = None
+        self.straight: _Straight | None = None
         if prepared is not None:
             self.template = [prepared.arguments.get(name) for name in kernel.arg_names]
             self.places = [
                 (kernel.arg_names.index(name), name, prepared.streamed.get(name))
-                for name in names
+                for name in tensors
                 if name not in prepared.left_out
             ]
             unknown = set(prepared.arguments) - set(kernel.arg_names)
             assert not unknown, f"{kernel.__name__} does not take {unknown}"
 
     def run(self, tensors: Tensors) -> None:
+        """On the current stream of the tensors' device."""
         if self.prepared is None:
             return
-        if INTERPRETED:
-            self._run(tensors)
+        stream = launch_stream(self.device_index)
+        if stream is not None:
+            self.run_on(stream, tensors)
             return
-        if torch.cuda.is_current_stream_capturing():
-            _captured.add(self)
-        device = next(x.device for x in tensors.values() if x is not None)
-        if device.index == torch.cuda.current_device():
+        with torch.cuda.device(self.device_index):
+            if torch.cuda.is_current_stream_capturing():
+                _captured.add(self)
             self._run(tensors)
-        else:
-            with torch.cuda.device(device):
+
+    def run_on(self, stream: int, tensors: Tensors) -> None:
+        """As `run`, for a caller that knows from `launch_stream` where it is.
+
+        `tensors` may hold more than the kernel takes.
+        """
+        straight = self.straight
+        if straight is None or has_launch_hooks():
+            if self.prepared is not None:
                 self._run(tensors)
+            return
+        arguments = straight.template.copy()
+        for place, name, maps in straight.places:
+            address = tensors[name].data_ptr()  # type: ignore[union-attr]
+            arguments[place] = address if maps is None else maps[address]
+        straight.run(stream, arguments)
 
     def _run(self, tensors: Tensors) -> None:
+        """Through Triton's Python; the first time through its compiler."""
         assert self.prepared is not None
         arguments = self.template.copy()
         for place, name, describe in self.places:
@@ -136,6 +158,48 @@ class Recipe:
         if self.aligned:  # the compiled variant takes alignment for granted
             grid = (*self.prepared.grid, 1, 1)[:3]
             self.runner = compiled[grid]
+            launcher = c_launcher(compiled, grid)
+            if launcher is not None:
+                self.straight = _straight(launcher, arguments, self.places)
+
+
+@dataclass(frozen=True, slots=True)
+class _Straight:
+    """A launch in the terms of Triton's launcher in C."""
+
+    run: Callable[[int, list[Any]], None]
+    template: list[Any]
+    places: list[tuple[int, str, TensorMaps | None]]
+    """Where addresses go, or the encoded maps of what is there."""
+
+
+def _straight(
+    launcher: CLauncher,
+    arguments: list[Any],
+    places: list[tuple[int, str, Callable[[torch.Tensor], Any] | None]],
+) -> _Straight | None:
+    """From the arguments of an ordinary launch, of which `places` are the call's own tensors."""
+    names = {place: name for place, name, _ in places if arguments[place] is not None}
+    template: list[Any] = []
+    filled: list[tuple[int, str, TensorMaps | None]] = []
+    forms = iter(launcher.forms)
+    for place, argument in enumerate(arguments):
+        name, start = names.get(place), len(template)
+        maps = None
+        if hasattr(argument, "block_shape"):  # a TMA descriptor
+            form = next(forms, None)
+            template += launcher.expand(argument, form)
+            if name is None:
+                return None
+            maps = None if form is None else tensor_maps(argument, form, launcher.expand)
+        elif isinstance(argument, torch.Tensor):
+            template.append(argument.data_ptr())  # of a plan it holds: the recipe keeps that
+        else:
+            template.append(argument)
+        if name is not None:
+            template[start] = None
+            filled.append((start, name, maps))
+    return _Straight(launcher.run, template, filled)
 
 
 def _report(name: str, variant: str, seconds: float) -> None:

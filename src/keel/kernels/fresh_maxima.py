@@ -1,0 +1,40 @@
+"""Max logits to raise, already at -inf: filled many at a time, since a fill is a launch of its own.
+
+Rows of one fill share memory, 8 KiB for 64 heads, and nothing else: each is a tensor with a
+version counter of its own, and is handed out once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+NUM_ROWS = 32
+ALIGNMENT = 32
+"""Numbers: a row begins at 128 bytes, where atomics of two rows do not meet."""
+
+_ready: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+"""By heads, device and stream: a fill is seen by what follows it on its stream."""
+
+
+def fresh_maxima(num_heads: int, device: torch.device, stream: int | None) -> torch.Tensor:
+    """(num_heads,) fp32 at -inf, that nobody else has.
+
+    stream: from `launch_stream`; None during the capture of a graph, whose replays must fill anew.
+    """
+    if stream is None:
+        return torch.full((num_heads,), -torch.inf, dtype=torch.float32, device=device)
+    key = (num_heads, -1 if device.index is None else device.index, stream)
+    try:
+        return _ready[key].pop()
+    except (KeyError, IndexError):
+        rows = _filled(num_heads, device)
+        first = rows.pop()
+        _ready[key] = rows
+        return first
+
+
+def _filled(num_heads: int, device: torch.device) -> list[torch.Tensor]:
+    width = -(-num_heads // ALIGNMENT) * ALIGNMENT
+    with torch.inference_mode(False), torch.no_grad():  # evaluation and training share them
+        block = torch.full((NUM_ROWS, width), -torch.inf, dtype=torch.float32, device=device)
+        return [row.data for row in block[:, :num_heads].unbind()]

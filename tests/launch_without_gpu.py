@@ -1,0 +1,150 @@
+"""Real kernels and Triton's real launcher on a CUDA driver that only notes what is launched.
+
+Run as a program by tests/kernels/test_straight.py, with fake_libcuda.c as libcuda.so.1. Each launch
+is made through Triton's Python and past it; both must hand the driver the same bytes, but for the
+addresses of what a call allocates. Prints one JSON line per comparison.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver
+
+from keel import direct, flex_flash_attn_func, masks, ops
+from keel.kernels import flash_bwd, flash_common, flash_fwd, hopper_launch, launch
+
+CUDA = ctypes.CDLL("libcuda.so.1")
+STREAM = 7
+SIZES = {"i1": 1, "i32": 4, "i64": 8, "fp32": 4}
+
+
+class Driver(driver.CudaDriver):
+    """Triton's own, for an H200 that is not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device=None: STREAM
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def pretend() -> None:
+    """CPU tensors count as those of the device."""
+    triton.runtime.driver.set_active(Driver())
+    ops._triton_problem = lambda device, dtype: None
+    hopper_launch._machine_problem = lambda device: None
+    torch.cuda.is_current_stream_capturing = lambda: False
+    for module in (launch, direct, hopper_launch):
+        module.launch_stream = lambda index: STREAM
+    for module in (flash_common, flash_fwd, flash_bwd, hopper_launch):
+        if hasattr(module, "num_sms"):
+            module.num_sms = lambda device: 132
+        if hasattr(module, "compute_capability"):
+            module.compute_capability = lambda device: (9, 0)
+
+
+def note_sizes() -> None:
+    """Tells the driver of each function's parameters once it is compiled."""
+    find = launch.c_launcher
+
+    def found(compiled: Any, grid: Any) -> Any:
+        launcher = find(compiled, grid)
+        assert launcher is not None, f"Triton {triton.__version__} has no launcher that we know"
+        sizes: list[int] = []
+        for kind in compiled.src.signature.values():
+            if kind.startswith("tensordesc"):
+                rank = kind[kind.index("[") : kind.index("]")].count(",") + 1
+                sizes += [128, *[4] * rank, *[8] * rank]
+            elif kind != "constexpr":
+                sizes.append(8 if kind.startswith("*") else SIZES[kind])
+        sizes += [8, 8]  # scratch
+        CUDA.fake_set_sizes(
+            ctypes.c_uint64(compiled.function), len(sizes), (ctypes.c_int * len(sizes))(*sizes)
+        )
+        return launcher
+
+    launch.c_launcher = found
+
+
+def launched() -> bytes:
+    buffer = (ctypes.c_ubyte * (1 << 20))()
+    count = CUDA.fake_take_record(buffer)
+    return bytes(buffer[:count])
+
+
+def compare(name: str, call: Callable[[], list[torch.Tensor]]) -> None:
+    """`call` gives all that it allocates and hands out."""
+    call()
+    call()
+    records, results = [], []
+    for hooked in (True, False):
+        launch.has_launch_hooks = lambda hooked=hooked: hooked
+        launched()
+        results.append(call())
+        records.append(launched())
+    ordinary, straight = records
+    for x, y in zip(*results, strict=True):
+        old, new = (t.data_ptr().to_bytes(8, "little") for t in (x, y))
+        assert old in ordinary and new in straight, f"{name}: an address is not there"
+        ordinary = ordinary.replace(old, new)
+    same = ordinary == straight
+    before = CUDA.fake_num_encoded()
+    for _ in range(3):
+        del results[:]
+        results.append(call())
+    encoded = CUDA.fake_num_encoded() - before
+    line = {"call": name, "bytes": len(straight), "same": same, "encoded": encoded}
+    print(json.dumps(line | {"triton": triton.__version__}), flush=True)
+
+
+def main() -> None:
+    pretend()
+    note_sizes()
+    q, k, v = (torch.randn(640, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
+    mask, sink = masks.causal(640), torch.zeros(8)
+    for backend in ("triton", "hopper"):
+
+        def forward(backend: str = backend, **options: Any) -> list[torch.Tensor]:
+            out, meta = flex_flash_attn_func(q, k, v, mask, backend=backend, **options)
+            return [x for x in (out, meta.lse, meta.max_logits) if x is not None]
+
+        compare(f"{backend} forward", forward)
+        compare(
+            f"{backend} sink",
+            lambda forward=forward: forward(sink=sink, softcap=3.0, return_max_logits=True),
+        )
+    for x in (q, k, v):
+        x.requires_grad_()
+    out, _ = flex_flash_attn_func(q, k, v, mask, backend="triton")
+    dout = torch.randn_like(out)
+    rows = [torch.empty(8, 640) for _ in range(2)]  # what stays between the launches stays in place
+    empty, like = torch.empty, torch.empty_like
+    flash_bwd.torch = _Torch(lambda *a, **b: rows[0] if a == (8, 640) else empty(*a, **b))
+    flash_bwd.torch.empty_like = lambda x: rows[1] if x is rows[0] else like(x)
+    compare(
+        "triton backward",
+        lambda: list(torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)),
+    )
+
+
+class _Torch:
+    """torch with another `empty`."""
+
+    def __init__(self, empty: Any) -> None:
+        self.empty = empty
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,406 @@
+"""Calls seen before, on a GPU that does nothing: what they launch, and when they may not."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are stand-ins here, not interpreted", allow_module_level=True)
+pytest.importorskip("triton.experimental.gluon")
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # scripts: plain names
+
+import host_cost
+from host_stub import Stub, stubbed
+
+from keel import direct, flex_flash_attn_func, masks
+from keel._versions import c_launcher, runs_plainly
+from keel.kernels import fresh_maxima, launch, tensor_maps
+
+TOKENS, HQ, HK, D = 24, 4, 2, 64
+MASK = masks.causal(TOKENS)
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    with stubbed() as stub:
+        yield stub
+
+
+def make(dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    return [torch.randn(TOKENS, heads, D).to(dtype) for heads in (HQ, HK, HK)]
+
+
+def attend(q: Any, k: Any, v: Any, mask: Any = MASK, **options: Any) -> Any:
+    return flex_flash_attn_func(q, k, v, mask, **{"backend": "hopper", **options})
+
+
+def map_of(x: torch.Tensor) -> tuple[Any, ...]:
+    return ("map", x.data_ptr(), list(x.shape), list(x.stride()))
+
+
+def last_launch(stub: Stub) -> dict[str, Any]:
+    """Of the hopper forward: descriptors Q, K, V and O are followed by three shapes and strides."""
+    name, stream, arguments = stub.launches[-1]
+    assert name == "hopper_fwd_kernel"
+    maps = {n: arguments[7 * i] for i, n in enumerate("QKVO")}
+    rest = ("OUT", "LSE", "MAX_LOGITS", "SINK", "TILES", "RUNS", "ROW_LO", "ROW_HI", "COUNTER")
+    scalars = ("scale", "softcap")
+    return {**maps, **dict(zip(rest + scalars, arguments[28:], strict=False)), "stream": stream}
+
+
+def test_repeated_calls_do_not_grow_anything(stub: Stub) -> None:
+    q, k, v = make()
+    for _ in range(3):
+        attend(q, k, v, return_max_logits=True)
+    known = [len(x) for x in (direct._known, launch._recipes, tensor_maps._by_layout)]
+    compiled = list(stub.compiled)
+    stub.encoded.clear()
+    kept = [attend(q, k, v, return_max_logits=True) for _ in range(50)]
+    assert [len(x) for x in (direct._known, launch._recipes, tensor_maps._by_layout)] == known
+    assert stub.compiled == compiled == ["hopper_fwd_kernel"]
+    new = {address for address, *_ in stub.encoded}
+    assert new <= {out.data_ptr() for out, _ in kept}  # those of q, k and v were there
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_later_launches_are_those_of_the_first(stub: Stub, backend: str) -> None:
+    """Through Triton's Python and past it, the same kernel gets the same arguments."""
+    q, k, v = make()
+    sink = torch.zeros(HQ)
+    options = {"sink": sink, "return_max_logits": True, "backend": backend, "softcap": 2.0}
+    results = []
+    for hooked in (False, True, False):
+        stub.hooked = hooked
+        results.append(attend(q, k, v, **options))
+    (_, minus, ordinary), (_, stream, straight) = stub.launches
+    assert (minus, stream) == (-1, 0)
+    flat: list[Any] = []
+    for x in ordinary:
+        if hasattr(x, "block_shape"):
+            flat += [("map", x.base.data_ptr(), list(x.shape), list(x.strides))]
+            flat += [*x.shape, *x.strides]
+        else:
+            flat.append(x.data_ptr() if isinstance(x, torch.Tensor) else x)
+    (out, meta), (again, meta_again) = results[1:]
+    pairs = ((out, again), (meta.lse, meta_again.lse), (meta.max_logits, meta_again.max_logits))
+    own = {a.data_ptr(): b.data_ptr() for a, b in pairs}  # what each call allocates for itself
+    assert len(flat) == len(straight) > 20
+    for x, y in zip(flat, straight, strict=True):
+        if isinstance(x, tuple) and x[0] == "map":
+            x = ("map", own.get(x[1], x[1]), *x[2:])
+        assert (own.get(x, x) if isinstance(x, int) else x) == y
+
+
+def test_what_moved_gets_its_own_descriptor(stub: Stub) -> None:
+    q, k, v = make()
+    for x in (q, q, q.clone(), q):
+        out, meta = attend(x, k, v, return_max_logits=True)
+    for x, y in ((q.clone(), k), (q, k.clone())):
+        out, meta = attend(x, y, v, return_max_logits=True)
+        sent = last_launch(stub)
+        assert [sent[n] for n in "QKVO"] == [map_of(t) for t in (x, y, v, out)]
+        assert sent["OUT"] == out.data_ptr() and sent["LSE"] == meta.lse.data_ptr()
+        assert sent["MAX_LOGITS"] == meta.max_logits.data_ptr()
+    assert len(direct._known) == 1
+
+
+def test_layouts_never_share_a_recipe(stub: Stub) -> None:
+    q, k, v = make()
+    wide = torch.randn(TOKENS, HQ, 2 * D).bfloat16()
+    fused = torch.randn(TOKENS, HQ + 2 * HK, D).bfloat16()
+    odd = torch.empty(TOKENS * HQ * D + 8, dtype=torch.bfloat16)
+    cases = [
+        (q, k, v),
+        (wide[..., :D], k, v),
+        (wide[..., D:], k, v),  # the strides of the one before, at another address
+        tuple(fused.split((HQ, HK, HK), 1)),
+        (q, k[:, :1], v[:, :1]),
+        (q.transpose(0, 1).contiguous().transpose(0, 1), k, v),
+        (odd[8:].view(TOKENS, HQ, D), k, v),
+        tuple(x.half() for x in (q, k, v)),
+    ]
+    for _ in range(3):
+        for case in cases:
+            out, _ = attend(*case)
+    stub.launches.clear()
+    for case in cases:
+        out, _ = attend(*case)
+        sent = last_launch(stub)
+        assert [sent[n] for n in "QKVO"] == [map_of(t) for t in (*case, out)]
+        assert sent["stream"] == 0 and out.dtype == case[0].dtype
+    assert len(direct._known) == len(cases) - 2  # wide's halves share, odd is like q
+
+
+def test_pointers_that_are_not_aligned_are_not_known(stub: Stub) -> None:
+    q, k, v = make()
+    odd = torch.empty(TOKENS * HQ * D + 1, dtype=torch.bfloat16)[1:].view(TOKENS, HQ, D)
+    attend(q, k, v)
+    for _ in range(3):
+        attend(odd, k, v)
+    assert len(direct._known) == 1
+    assert last_launch(stub)["Q"][1] % 16 == 0  # of a copy
+
+
+def test_hooks_are_called_by_triton(stub: Stub) -> None:
+    q, k, v = make()
+    attend(q, k, v)
+    stub.hooked = True
+    attend(q, k, v)
+    stub.hooked = False
+    attend(q, k, v)
+    assert [stream for _, stream, _ in stub.launches] == [-1, 0]
+
+
+def test_streams_have_their_own_buffers(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make()
+    attend(q, k, v, return_max_logits=True)
+    counters, streams = {}, [0, 5, 5, 0]
+    for stream in streams:
+        monkeypatch.setattr(direct, "launch_stream", lambda index, stream=stream: stream)
+        attend(q, k, v, return_max_logits=True)
+        sent = last_launch(stub)
+        assert sent["stream"] == stream
+        assert counters.setdefault(stream, sent["COUNTER"]) == sent["COUNTER"]
+    assert counters[0] != counters[5]
+
+
+def test_a_capture_takes_the_careful_way(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay must find its maxima at -inf again: they come from a fill of its own.
+
+    And what it points to must be what is held on to, even if the recipe was forgotten elsewhere.
+    """
+    q, k, v = make()
+    attend(q, k, v, return_max_logits=True)
+    launch._recipes.clear()
+    monkeypatch.setattr(direct, "launch_stream", lambda index: None)
+    _, meta = attend(q, k, v, return_max_logits=True)
+    assert stub.compiled == ["hopper_fwd_kernel"] and not launch._recipes
+    assert meta.max_logits.untyped_storage().nbytes() == 4 * HQ
+    assert (meta.max_logits == -torch.inf).all()
+
+
+def test_backwards_are_repeated(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where nothing but addresses changed; dout and hooks of saved tensors may bring more."""
+    q, k, v = (x.requires_grad_() for x in make())
+    out, meta = attend(q, k, v)
+    douts = [torch.randn_like(out), torch.randn(TOKENS, HQ, 2 * D).bfloat16()[..., :D]]
+    wide = [{"grad_outputs": d} for d in douts]
+    cases = [*wide, {"outputs": (out, meta.lse), "grad_outputs": (douts[0], meta.lse.detach())}]
+    for case in cases:
+        torch.autograd.grad(**{"outputs": out, "inputs": (q, k, v), "retain_graph": True, **case})
+    prepared = len(stub.compiled)
+    with monkeypatch.context() as patch:
+        patch.setattr(direct, "gradients", None)  # nobody asks it again
+        for case in cases:
+            stub.launches.clear()
+            given = {"outputs": out, "inputs": (q, k, v), "retain_graph": True, **case}
+            grads = torch.autograd.grad(**given)
+            names = ["row_terms_kernel", "flash_bwd_dkdv_kernel", "flash_bwd_dq_kernel"]
+            assert [name for name, *_ in stub.launches] == names
+            (_, _, terms), (_, _, dkdv), (_, _, dq) = stub.launches
+            dout = case["grad_outputs"][0] if "outputs" in case else case["grad_outputs"]
+            assert terms[:3] == [out.data_ptr(), dout.data_ptr(), meta.lse.data_ptr()]
+            assert dq[0] == q.data_ptr() and all(g.data_ptr() in dkdv for g in grads[1:])
+            assert grads[0].data_ptr() in dq
+    assert len(stub.compiled) == prepared
+
+    def pad(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x], -1)[..., : x.shape[-1]] if x.ndim == 3 else x
+
+    with torch.autograd.graph.saved_tensors_hooks(pad, lambda x: x):
+        out, _ = attend(q, k, v)
+    torch.autograd.grad(out, (q, k, v), douts[0])
+    assert len(stub.compiled) > prepared  # strides of 2 * D
+
+
+def test_descriptors_are_bounded(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_maps, "MAX_ADDRESSES", 3)
+    q, k, v = make()
+    kept = [q.clone() for _ in range(6)]
+    for x in [*kept, *kept]:
+        out, _ = attend(x, k, v)
+    assert last_launch(stub)["Q"] == map_of(kept[-1]) and last_launch(stub)["O"] == map_of(out)
+    assert all(len(x) <= 3 for x in tensor_maps._by_layout.values())
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("sm_margin must be an int", {"sm_margin": True}),
+        ("sm_margin must be an int", {"sm_margin": 1.0}),
+        ("unknown backend", {"backend": "best"}),
+        ("must be a real number|float", {"softmax_scale": [0.5]}),
+        ("softcap must be 0", {"softcap": -1.0}),
+        ("mask is for", {"mask": masks.causal(TOKENS + 1)}),
+        ("one dtype", {"k": torch.zeros(TOKENS, HK, D)}),
+        ("must be a tensor", {"k": None}),
+        ("have no gradient here", {"alibi_slopes": torch.zeros(HQ, requires_grad=True)}),
+        ("requires grad", {"max_logits_out": torch.zeros(HQ, requires_grad=True)}),
+    ],
+)
+def test_a_known_call_excuses_no_other(stub: Stub, message: str, change: dict[str, Any]) -> None:
+    q, k, v = make()
+    for more in ({}, {"alibi_slopes": torch.zeros(HQ)}, {"max_logits_out": torch.zeros(HQ)}):
+        for _ in range(2):
+            attend(q, k, v, sm_margin=1, backend="triton", **more)
+    given = {"q": q, "k": k, "v": v, "sm_margin": 1, "backend": "triton", **change}
+    with pytest.raises((ValueError, TypeError), match=message):
+        attend(**given)
+
+
+def test_a_scale_in_a_tensor_is_read_each_time(stub: Stub) -> None:
+    q, k, v = make()
+    scale = torch.tensor(0.5)
+    for value in (0.5, 0.25):
+        scale.fill_(value)
+        attend(q, k, v, softmax_scale=scale)
+        attend(q, k, v, softmax_scale=scale)
+        assert last_launch(stub)["scale"] == value
+
+
+def under(mode: str) -> Any:
+    class Nothing(TorchFunctionMode):
+        def __torch_function__(self, func, kinds, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    makers: dict[str, Callable[[], Any]] = {
+        "function mode": Nothing,
+        "flop counter": lambda: FlopCounterMode(display=False),
+        "forward derivatives": forward_ad.dual_level,
+    }
+    return makers[mode]()
+
+
+@pytest.mark.parametrize("mode", ["function mode", "flop counter", "forward derivatives"])
+def test_those_who_look_at_operators_see_them(mode: str) -> None:
+    x = torch.zeros(1)
+    assert runs_plainly(x) and runs_plainly(torch.nn.Parameter(x))
+    with under(mode):
+        assert not runs_plainly(x)
+    seen = []
+    torch.vmap(lambda y: seen.append(runs_plainly(x)) or y)(x)
+    assert seen == [False] and runs_plainly(x)
+    with torch.device("cpu"):
+        assert runs_plainly(x)
+    assert not runs_plainly(x, x.as_subclass(type("Special", (torch.Tensor,), {})))
+
+
+def test_flops_of_a_known_call_are_counted(stub: Stub) -> None:
+    q, k, v = make()
+    for _ in range(2):
+        attend(q, k, v)
+    with FlopCounterMode(display=False) as counter:
+        attend(q, k, v)
+    assert counter.get_total_flops() == 4 * MASK.area() * HQ * D
+
+
+def test_traces_hold_the_operator(stub: Stub) -> None:
+    q, k, v = make()
+    attend(q, k, v)
+    graphs = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    torch.compile(lambda q, k, v: attend(q, k, v)[0], backend=keep, fullgraph=True)(q, k, v)
+    assert any("attn_fwd" in str(node.target) for node in graphs[0].graph.nodes)
+
+
+def test_maxima_share_nothing_but_memory() -> None:
+    fresh_maxima._ready.clear()
+    with torch.inference_mode():
+        rows = [fresh_maxima.fresh_maxima(5, torch.device("cpu"), 3) for _ in range(40)]
+    assert len({x.data_ptr() for x in rows}) == 40
+    assert all(x.shape == (5,) and x.data_ptr() % 16 == 0 for x in rows)
+    assert all((x == -torch.inf).all() for x in rows)
+    rows[0].fill_(1.0)
+    assert (rows[0]._version, rows[1]._version) == (1, 0)
+    assert all((x == -torch.inf).all() for x in rows[1:]) and not rows[0]._is_view()
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
+@pytest.mark.parametrize("described", [False, True])
+def test_the_launcher_in_c_gets_what_triton_gives_it(
+    version: str, described: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """`print` stands for the launcher: both ways must say the same but for hooks and metadata."""
+    import triton
+    from triton.backends.nvidia import driver
+
+    monkeypatch.setattr(triton, "__version__", version)
+    launcher = object.__new__(driver.CudaLauncher)
+    kind = "tensordesc<fp16[64,64]>" if described else "*fp16"
+    signature = {"A": kind, "n": "i32"}
+    form = {"swizzle": 3}
+    metas = [form] if described else []
+    vars(launcher).update(
+        global_scratch_size=0,
+        profile_scratch_size=0,
+        launch_cooperative_grid=False,
+        launch_pdl=True,
+        arg_annotations="annotations",
+        kernel_signature="signature",
+        launch=driver.wrap_handle_tensordesc(print, signature, metas),
+    )
+    compiled = types.SimpleNamespace(
+        run=launcher,
+        function="handle",
+        packed_metadata="metadata",
+        metadata=types.SimpleNamespace(tensordesc_meta=metas),
+        src=types.SimpleNamespace(signature=signature),
+    )
+    fast = c_launcher(compiled, (4, 2, 1))
+    assert fast is not None and list(fast.forms) == metas
+    fast.run(7, ["x", 3])
+    options = "4 2 1 7 handle False True"
+    expected = {
+        "3.6.0": f"{options} None None metadata None None None x 3\n",
+        "3.7.1": f"{options} metadata None None None None None annotations signature ['x', 3]\n",
+    }
+    assert capsys.readouterr().out == expected[version]
+    for change in ({"global_scratch_size": 8}, {"launch": launch.launch}):
+        other = object.__new__(driver.CudaLauncher)
+        vars(other).update({**vars(launcher), **change})
+        compiled.run = other
+        assert c_launcher(compiled, (4, 2, 1)) is None
+    compiled.run = launcher
+    monkeypatch.setattr(triton, "__version__", "9.0.0")
+    assert c_launcher(compiled, (4, 2, 1)) is None
+
+
+def test_hooks_of_triton_are_noticed() -> None:
+    from triton import knobs
+
+    from keel._versions import has_launch_hooks
+
+    assert not has_launch_hooks()
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        chain = getattr(knobs.runtime, name)
+        chain.add(print)
+        try:
+            assert has_launch_hooks()
+        finally:
+            chain.remove(print)
+    assert not has_launch_hooks()
+
+
+def test_the_benchmark_runs_without_a_gpu(tmp_path: Path, capsys: Any) -> None:
+    rows = host_cost.main(["--stub", "--calls", "50", "--out", str(tmp_path)])
+    kinds = {(row.backend, row.direction, row.grad, row.max_logits) for row in rows}
+    assert len(kinds) == len(rows) == 10 and all(row.us > 0 for row in rows)
+    assert len((tmp_path / "host_cost_stub.csv").read_text().splitlines()) == 11
+    assert not direct._known
