@@ -17,7 +17,16 @@ import torch
 
 from keel import direct, ops
 from keel._versions import CLauncher
-from keel.kernels import flash_bwd, flash_common, flash_fwd, hopper_fwd, hopper_launch, launch
+from keel.kernels import (
+    flash_bwd,
+    flash_common,
+    flash_fwd,
+    hopper_bwd,
+    hopper_bwd_launch,
+    hopper_fwd,
+    hopper_launch,
+    launch,
+)
 from keel.kernels import tensor_maps as maps
 
 
@@ -77,6 +86,7 @@ def stubbed() -> Iterator[Stub]:
     stub = Stub()
     kernels = [
         (hopper_fwd, "hopper_fwd_kernel"),
+        (hopper_bwd, "hopper_bwd_kernel"),
         (flash_fwd, "flash_fwd_kernel"),
         (flash_bwd, "row_terms_kernel"),
         (flash_bwd, "flash_bwd_dkdv_kernel"),
@@ -95,7 +105,7 @@ def stubbed() -> Iterator[Stub]:
         replace(launch, "c_launcher", stub.c_launcher)
         replace(launch, "has_launch_hooks", lambda: stub.hooked)
         replace(torch.cuda, "is_current_stream_capturing", lambda: False)
-        for module in (flash_common, flash_fwd, flash_bwd, hopper_launch):
+        for module in (flash_common, flash_fwd, flash_bwd, hopper_launch, hopper_bwd_launch):
             for name, value in (("num_sms", 132), ("compute_capability", (9, 0))):
                 if hasattr(module, name):
                     replace(module, name, lambda device, value=value: value)

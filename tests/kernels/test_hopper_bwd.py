@@ -152,6 +152,8 @@ def test_no_keys_give_zeros():
         ({"deterministic": True}, None, "portable"),
         ({"sm_margin": 4}, None, "portable"),
         ({"backend": "triton"}, None, "portable"),
+        ({"backend": "auto"}, None, "hopper"),
+        ({"backend": "auto"}, "softcap is not supported", "portable"),
     ],
 )
 def test_who_fills_gradients(options, problem, expected, monkeypatch):
@@ -161,9 +163,12 @@ def test_who_fills_gradients(options, problem, expected, monkeypatch):
     monkeypatch.setattr(flash_bwd, "backward", lambda *a, **k: called.append("portable"))
     x, rows = torch.zeros(4, 2, 64).half(), torch.zeros(2, 4)
     wanted = {"deterministic": False, "sm_margin": 0, "backend": "hopper"} | options
+    steps = ["row terms"]
     ops._fill_gradients(
         *(x, x, x, x, rows, rows, masks.full(4), Scoring(scale=1.0)),
         **{"dq": x, "dk": x, "dv": x, "dbias": None},
         **wanted,
+        steps=steps,
     )
     assert called == [expected]
+    assert (steps == []) == (expected == "hopper")  # else it would be repeated by half

@@ -194,7 +194,7 @@ def test_a_capture_takes_the_careful_way(stub: Stub, monkeypatch: pytest.MonkeyP
 def test_backwards_are_repeated(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only where nothing but addresses changed; dout and hooks of saved tensors may bring more."""
     q, k, v = (x.requires_grad_() for x in make())
-    out, meta = attend(q, k, v)
+    out, meta = attend(q, k, v, backend="triton")
     douts = [torch.randn_like(out), torch.randn(TOKENS, HQ, 2 * D).bfloat16()[..., :D]]
     wide = [{"grad_outputs": d} for d in douts]
     cases = [*wide, {"outputs": (out, meta.lse), "grad_outputs": (douts[0], meta.lse.detach())}]
@@ -220,9 +220,21 @@ def test_backwards_are_repeated(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> 
         return torch.cat([x, x], -1)[..., : x.shape[-1]] if x.ndim == 3 else x
 
     with torch.autograd.graph.saved_tensors_hooks(pad, lambda x: x):
-        out, _ = attend(q, k, v)
+        out, _ = attend(q, k, v, backend="triton")
     torch.autograd.grad(out, (q, k, v), douts[0])
     assert len(stub.compiled) > prepared  # strides of 2 * D
+
+
+def test_the_hopper_backward_is_not_cut_short(stub: Stub) -> None:
+    """It is more than launches, and done anew each time."""
+    q, k, v = (x.requires_grad_() for x in make())
+    out, _ = attend(q, k, v)
+    torch.autograd.grad(out, (q, k, v), torch.ones_like(out), retain_graph=True)  # compiles
+    for _ in range(2):
+        stub.launches.clear()
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out), retain_graph=True)
+        names = [name for name, *_ in stub.launches]
+        assert names == ["row_terms_kernel", "hopper_bwd_kernel"]
 
 
 def test_descriptors_are_bounded(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
