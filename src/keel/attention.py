@@ -438,8 +438,8 @@ def warmup(
     >>> warmup(2, 1, 16, device="cpu", dtype=torch.float32)
     """
     where = torch.device(device)
-    # Kernels choose tiles by how wide rows are: one mask of each sort.
-    for mask in (masks.causal(64), masks.full(64, 4096)):
+    # Kernels choose tiles by how wide rows are, and parts by how many tiles: masks of each sort.
+    for mask in (masks.causal(64), masks.full(64, 4096), masks.causal(1001)):
         q, k, v = (
             torch.randn(tokens, heads, dim, dtype=dtype, device=where, requires_grad=backward)
             for tokens, heads, dim in (
