@@ -287,20 +287,18 @@ def _build(
     count = max(sum(queries), sum(keys)) - first
     slices = []
     for term in terms:
-        hidden = [] if padding is None else [listed(padding)]
-        k_runs = _runs([*term.segments, *hidden], batch, first, count, keys)
-        q_runs = _runs([*term.segments, *(hidden if causal else [])], batch, first, count, queries)
+        numbers = _numbers(term.segments, batch, first, count)
+        seen = numbers
+        if padding is not None:
+            seen = np.where(listed(padding)(first, count) >= 0, numbers, HIDDEN)
+        k_runs = _runs(seen, keys[0] - first, keys[1])
+        q_runs = _runs(seen if causal else numbers, queries[0] - first, queries[1])
         slices.append(_joined(term, q_runs, k_runs, queries, keys))
     return AttnMask(np.concatenate(slices), batch * queries[1], batch * keys[1])
 
 
-def _runs(
-    segments: list[Segments], batch: int, first: int, count: int, span: Span
-) -> tuple[Ints, Ints, Ints]:
-    """(segment, start, end) of each run of tokens, all samples counted through.
-
-    Numbers of segments are made over all positions, so that queries and keys have the same.
-    """
+def _numbers(segments: tuple[Segments, ...], batch: int, first: int, count: int) -> Ints:
+    """(b, count): one number for all that share their segments, another one in each sample."""
     numbers = np.zeros((batch, count), np.int64)
     seen = np.ones((batch, count), bool)
     for more in segments:
@@ -308,15 +306,17 @@ def _runs(
         numbers = numbers * (here.max(initial=0) + 1) + here
         seen &= here >= 0
     numbers += np.arange(batch)[:, None] * (numbers.max(initial=0) + 1)
-    begin = span[0] - first
-    flat = np.where(seen, numbers, HIDDEN)[:, begin : begin + span[1]].ravel()
+    return np.where(seen, numbers, HIDDEN)
+
+
+def _runs(numbers: Ints, begin: int, length: int) -> tuple[Ints, Ints, Ints]:
+    """(number, start, end) of each run of these tokens, those of all samples counted through."""
+    flat = numbers[:, begin : begin + length].ravel()
     edges = np.flatnonzero(np.diff(flat)) + 1
-    bounds = np.concatenate([[0], edges, [len(flat)]])
+    bounds = np.concatenate([[0], edges, [len(flat)]]) if len(flat) else np.zeros(1, np.int64)
     start, end = bounds[:-1], bounds[1:]
-    keep = (start < end) & (np.append(flat, HIDDEN)[start] != HIDDEN)
-    start, end = start[keep], end[keep]
-    # A run must not go from one sample into the next: numbers differ between samples.
-    return flat[start], start, end
+    keep = flat[start] != HIDDEN
+    return flat[start[keep]], start[keep], end[keep]
 
 
 def _joined(
