@@ -30,6 +30,7 @@ from keel.integrations.transformers_masks import (
     documents_of_bounds,
     documents_of_positions,
     make_mask,
+    readers,
 )
 
 NAME = "keel"
@@ -67,9 +68,11 @@ def register(*, ignore: Collection[str] = ()) -> None:
     """
     if isinstance(ignore, str):
         raise TypeError(f"ignore takes a collection of names, got the string {ignore!r}")
+    readers()  # raises now if this version of transformers says masks in another way
     attend = functools.partial(attention, harmless=HARMLESS.union(ignore))
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, make_mask)
+    # Masks are read and made on the host, which torch.compile leaves to Python.
+    AttentionInterface.register(NAME, torch.compiler.disable(attend))
+    AttentionMaskInterface.register(NAME, torch.compiler.disable(make_mask))
 
 
 def attention(

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from transformers import masking_utils as hf
 
 from keel.masks import AttnMask
@@ -51,7 +52,7 @@ def terms_of(function: Callable[..., Any]) -> list[Term]:
         return [Term(hi=0)]
     if function is hf.bidirectional_mask_function:
         return [Term()]
-    read = _readers().get(getattr(function, "__code__", None))
+    read = readers().get(getattr(function, "__code__", None))
     if read is None:
         name = getattr(function, "__qualname__", repr(function))
         raise ValueError(
@@ -110,32 +111,33 @@ def listed(numbers: Ints) -> Segments:
 
 
 @functools.cache
-def _readers() -> dict[Any, Callable[..., list[Term]]]:
+def readers() -> dict[Any, Callable[..., list[Term]]]:
     """By the code of a function that the factory returned: what reads its closure.
 
     Closures hold their variables in alphabetical order, as the arguments of the readers stand.
     """
     some = torch.zeros(1, 1, dtype=torch.int64)
-    made: list[tuple[Any, tuple[str, ...], Callable[..., list[Term]]]] = [
-        (hf.and_masks(hf.causal_mask_function), ("mask_functions",), _both),
-        (hf.or_masks(hf.causal_mask_function), ("mask_functions",), _either),
-        (hf.sliding_window_overlay(1), ("sliding_window",), _window),
-        (
-            hf.sliding_window_bidirectional_overlay(1),
-            ("sliding_window",),
-            _window_both_ways,
-        ),
-        (hf.chunked_overlay(1, some[0]), ("chunk_size", "left_padding"), _chunks),
-        (hf.packed_sequence_mask_function(some), ("packed_sequence_mask",), _segments),
-        (hf.blockwise_overlay(some), ("block_sequence_ids",), _segments),
-    ]
-    for function, names, _ in made:
-        if function.__code__.co_freevars != names:
+    made: dict[str, tuple[tuple[Any, ...], tuple[str, ...], Callable[..., list[Term]]]] = {
+        "and_masks": ((hf.causal_mask_function,), ("mask_functions",), _both),
+        "or_masks": ((hf.causal_mask_function,), ("mask_functions",), _either),
+        "sliding_window_overlay": ((1,), ("sliding_window",), _window),
+        "sliding_window_bidirectional_overlay": ((1,), ("sliding_window",), _window_both_ways),
+        "chunked_overlay": ((1, some[0]), ("chunk_size", "left_padding"), _chunks),
+        "packed_sequence_mask_function": ((some,), ("packed_sequence_mask",), _segments),
+        "blockwise_overlay": ((some,), ("block_sequence_ids",), _segments),
+    }
+    found = {}
+    for name, (arguments, variables, read) in made.items():
+        factory = getattr(hf, name, None)
+        code = None if factory is None else factory(*arguments).__code__
+        if code is None or code.co_freevars != variables:
             raise ImportError(
-                f"{function.__qualname__} of this version of transformers holds "
-                f"{function.__code__.co_freevars}, expected {names}: this version is not supported"
+                f"transformers {transformers.__version__} has no {name} over {', '.join(variables)}: "
+                "attn_implementation='keel' needs transformers 5.10 or newer, and may not know the "
+                "newest yet"
             )
-    return {function.__code__: read for function, _, read in made}
+        found[code] = read
+    return found
 
 
 class ModelMask:
