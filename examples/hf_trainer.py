@@ -74,8 +74,9 @@ def train(steps: int = 60, tau: float = 1.0) -> tuple[list[float], int]:
             optimizers=(optimizer, None),
         )
         trainer.train()
-    clips = sum(int(layer["clips"].sum()) for layer in optimizer.clip.state_dict()["layers"].values())
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], clips
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    layers = optimizer.clip.state_dict()["layers"].values()
+    return losses, sum(int(layer["clips"].sum()) for layer in layers)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3", MLA),
     "llama4": (
         "Llama4Text",
-        HEADS | {"attention_chunk_size": WINDOW, "num_local_experts": 2, "intermediate_size_mlp": 48},
+        HEADS | EXPERTS | {"attention_chunk_size": WINDOW, "intermediate_size_mlp": 48},
     ),
 }
 
@@ -109,7 +109,13 @@ def assert_close(
 
 
 def dense(
-    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float, **kwargs: Any
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    scaling: float,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention that makes all logits, and notes the largest attended one of each head."""
     groups = query.shape[1] // key.shape[1]

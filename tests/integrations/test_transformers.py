@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -10,11 +11,6 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import AttentionMaskInterface
-
-import keel.integrations.transformers as integration
-from keel.integrations.transformers_masks import ModelMask, Term
-from keel.testing import compare
 from tests.integrations.models import (
     MODELS,
     WINDOW,
@@ -24,13 +20,18 @@ from tests.integrations.models import (
     tiny,
     tokens,
 )
+from transformers import AttentionMaskInterface
+
+import keel.integrations.transformers as integration
+from keel.integrations.transformers_masks import ModelMask, Term
+from keel.testing import compare
 
 BOUNDS = [0, 7, 9, 20]
 """Of packed documents: longer than the window, shorter, and longer than two."""
 
 
 def positions(bounds: list[int] = BOUNDS) -> torch.Tensor:
-    lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    lengths = [b - a for a, b in itertools.pairwise(bounds)]
     return torch.cat([torch.arange(n) for n in lengths])[None]
 
 
@@ -98,7 +99,7 @@ def test_packed_documents_are_as_alone(name: str) -> None:
     packed = results(ours, ids, labels=labels_of_documents(ids), position_ids=positions())
     expected: dict[str, torch.Tensor] = {}
     parts = []
-    for start, end in zip(BOUNDS, BOUNDS[1:], strict=False):
+    for start, end in itertools.pairwise(BOUNDS):
         alone = results(eager, ids[:, start:end])
         share = (end - start - 1) / (ids.shape[1] - len(BOUNDS) + 1)
         parts.append(alone.pop("logits")[0 if start == 0 else 1 :])
@@ -120,7 +121,7 @@ DENSE: dict[str, dict[str, Any]] = {
 
 
 def results_of_batches(model: Any) -> dict[str, torch.Tensor]:
-    """Of three batches beside each other: one alone has too few errors to judge by their largest."""
+    """Of three batches: one alone has too few errors to judge by their largest."""
     parts = [results(model, tokens(seed=seed)) for seed in (1, 2, 3)]
     return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
@@ -230,7 +231,7 @@ def test_refuses_masks_of_four_dims() -> None:
 
 def test_refuses_dropout_in_training_only() -> None:
     model, ids = tiny("llama", attention_dropout=0.1), tokens(1)
-    with pytest.raises(ValueError, match="attention dropout of 0.1 in LlamaAttention"):
+    with pytest.raises(ValueError, match=r"attention dropout of 0\.1 in LlamaAttention"):
         model(input_ids=ids)
     with torch.no_grad():
         eager, ours = (x.eval()(input_ids=ids).logits for x in pair("llama", attention_dropout=0.1))

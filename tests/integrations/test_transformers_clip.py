@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from keel.optim import MuonClip, QKClip
 from tests.integrations.models import tiny, tokens
+
+from keel.optim import MuonClip, QKClip
 
 PLAIN = ["llama", "mistral", "deepseek_v2", "deepseek_v3", "qwen3"]
 """Models without softcap and sinks, which the dense attention of these tests does not know."""

@@ -130,7 +130,9 @@ def test_unknown_functions_are_refused() -> None:
 
     given: dict[str, Any] = {"batch_size": 1, "q_length": 4, "kv_length": 4}
     for function in (diagonal, hf.and_masks(hf.causal_mask_function, diagonal)):
-        with pytest.raises(ValueError, match=r"diagonal is not known to attn_implementation='keel'"):
+        with pytest.raises(
+            ValueError, match=r"diagonal is not known to attn_implementation='keel'"
+        ):
             make_mask(**given, mask_function=function)
     offset = hf.add_offsets_to_mask_function(hf.causal_mask_function, 1, 1)
     with pytest.raises(ValueError, match="add_offsets_to_mask_function"):

@@ -20,7 +20,8 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(
-        f"keel.integrations.transformers needs {missing.name}: pip install 'keel-attn[transformers]'",
+        f"keel.integrations.transformers needs {missing.name}: "
+        "pip install 'keel-attn[transformers]'",
         name=missing.name,
     ) from missing
 
@@ -36,8 +37,10 @@ from keel.integrations.transformers_masks import (
 NAME = "keel"
 
 HARMLESS = frozenset(
-    ("position_embeddings", "cache_position", "use_cache", "num_items_in_batch", "return_dict")
-    + ("max_length_q", "max_length_k", "output_hidden_states", "output_router_logits")
+    {
+        *("position_embeddings", "cache_position", "use_cache", "max_length_q", "max_length_k"),
+        *("num_items_in_batch", "return_dict", "output_hidden_states", "output_router_logits"),
+    }
 )
 """What models hand down to their attention that does not change its result."""
 
@@ -107,7 +110,9 @@ def attention(
     mask = _checked(attention_mask, query, key, sliding_window)
     attended = _within_documents(mask, position_ids, cu_seq_lens_q, cu_seq_lens_k, seq_idx)
     out, _ = flex_flash_attn_func(
-        *(_tokens(x) for x in (query, key, value)),
+        _tokens(query),
+        _tokens(key),
+        _tokens(value),
         attended,
         softmax_scale=dim**-0.5 if scaling is None else scaling,
         softcap=softcap or 0.0,
@@ -130,8 +135,8 @@ def _refuse(
     config = getattr(module, "config", None)
     if others.get("output_attentions") or getattr(config, "output_attentions", False):
         raise ValueError(
-            "output_attentions: the probabilities are never made; set attn_implementation='eager' to "
-            "look at them"
+            "output_attentions: the probabilities are never made; to look at them, set "
+            "attn_implementation='eager'"
         )
     unknown = {
         name: x
@@ -183,9 +188,9 @@ def _checked(
     if not isinstance(mask, ModelMask):
         shape = f" of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else ""
         raise ValueError(
-            f"attention_mask is a {type(mask).__name__}{shape}: attn_implementation='keel' makes masks "
-            "from (b, tokens) padding, position_ids and the model's config, and takes no others; "
-            "for a mask of your own call keel.flex_flash_attn_func, or take attn_implementation='eager'"
+            f"attention_mask is a {type(mask).__name__}{shape}: attn_implementation='keel' makes "
+            "masks from (b, tokens) padding, position_ids and the model's config, and takes no "
+            "others; for a mask of your own take attn_implementation='eager'"
         )
     got = (query.shape[0], 1, query.shape[2], key.shape[2])
     if mask.shape != got:
@@ -212,8 +217,8 @@ def _within_documents(
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if cu_seq_lens_q is None or cu_seq_lens_k is None or not mask.is_square:
             raise ValueError(
-                "packed documents are bounded by cu_seq_lens_q and cu_seq_lens_k together, in calls "
-                "without a filled cache"
+                "packed documents are bounded by cu_seq_lens_q and cu_seq_lens_k together, in "
+                "calls without a filled cache"
             )
         total = mask.batch * mask.queries[1]
 

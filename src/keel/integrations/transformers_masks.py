@@ -1,8 +1,8 @@
 """From the mask functions of transformers to masks made of slices.
 
-transformers describes a mask as a function of (sample, head, query, key) that is put together from a
-few known ones by `and_masks` and `or_masks`. They are known here by their code, and what they
-mean is read from their closures; nothing is ever evaluated over pairs. Other functions are refused.
+transformers describes a mask as a function of (sample, head, query, key) that is put together from
+a few known ones by `and_masks` and `or_masks`. They are known here by their code, and what they
+mean is read from their closures; nothing is evaluated over pairs. Other functions are refused.
 
 b samples of sq queries and sk keys; positions count from the beginning of a sample, what a cache
 holds included. Masks are over the tokens of all samples behind each other.
@@ -26,6 +26,10 @@ from keel.masks.arrays import Ints, ragged_arange
 from keel.masks.intervals import UNBOUNDED
 
 HIDDEN = -1
+OWN_ARITHMETIC = (
+    "this model computes with its attention mask instead of leaving it to the attention function, "
+    "so attn_implementation='keel' cannot serve it: take another one"
+)
 
 Span = tuple[int, int]
 """The first position, and how many."""
@@ -56,8 +60,8 @@ def terms_of(function: Callable[..., Any]) -> list[Term]:
     if read is None:
         name = getattr(function, "__qualname__", repr(function))
         raise ValueError(
-            f"the mask function {name} is not known to attn_implementation='keel': it reads causal, "
-            "windowed, chunked, packed and blockwise masks of transformers; set another "
+            f"the mask function {name} is not known to attn_implementation='keel', which reads the "
+            "causal, windowed, chunked, packed and blockwise masks of transformers: take another "
             "attn_implementation for this model"
         )
     cells = function.__closure__ or ()
@@ -132,9 +136,9 @@ def readers() -> dict[Any, Callable[..., list[Term]]]:
         code = None if factory is None else factory(*arguments).__code__
         if code is None or code.co_freevars != variables:
             raise ImportError(
-                f"transformers {transformers.__version__} has no {name} over {', '.join(variables)}: "
-                "attn_implementation='keel' needs transformers 5.10 or newer, and may not know the "
-                "newest yet"
+                f"transformers {transformers.__version__} has no {name} over "
+                f"{', '.join(variables)}: attn_implementation='keel' needs 5.10 or newer, and may "
+                "not know the newest yet"
             )
         found[code] = read
     return found
@@ -210,12 +214,12 @@ class ModelMask:
             self._narrowed[key] = tensors, mask  # the tensors too, or their ids might come again
         return self._narrowed[key][1]
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{OWN_ARITHMETIC} (it asks for attention_mask.{name})")
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise ValueError(
-            f"this model computes with its attention mask ({getattr(func, '__name__', func)}) instead "
-            "of leaving it to the attention function: attn_implementation='keel' cannot serve it"
-        )
+        raise ValueError(f"{OWN_ARITHMETIC} (it calls {getattr(func, '__name__', func)})")
 
 
 def make_mask(
