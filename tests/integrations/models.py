@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
 }
 HEADS = SIZES | {"head_dim": 8}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-GEMMA = HEADS | {"sliding_window": WINDOW, "query_pre_attn_scalar": 8}
+GEMMA = HEADS | {"sliding_window": WINDOW, "query_pre_attn_scalar": 20}
 MLA = SIZES | {
     "num_key_value_heads": 4,
     "q_lora_rank": 16,

@@ -256,7 +256,7 @@ def _tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 def _cast(x: torch.Tensor) -> torch.Tensor:
-    """Under autocast rotated queries and keys may be wider than values; products round them."""
+    """Under autocast rotations and caches may widen tensors; products round them again."""
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(device))
