@@ -107,6 +107,26 @@ def test_packed_documents_are_as_alone(name: str) -> None:
     assert_close(packed, {**expected, "logits": torch.cat(parts)})
 
 
+def test_packed_and_padded() -> None:
+    """Documents, and padding behind them whose positions mean nothing."""
+    model, alone = tiny("mistral"), tiny("mistral")
+    ids, mask = tokens(2, 24), torch.ones(2, 24)
+    mask[:, 20:] = 0
+    labels = labels_of_documents(ids).where(mask == 1, -100)
+    expected = results(alone, ids[:, :20], labels=labels[:, :20], position_ids=positions())
+    where = torch.nn.functional.pad(positions(), (0, 4), value=3)
+    inputs = {"labels": labels, "position_ids": where, "attention_mask": mask}
+    assert_close(results(model, ids, **inputs), expected)
+    # On the left as generation does it: positions stand still in the padding and then begin at 0.
+    mask = mask.flip(1)
+    where = (mask.cumsum(1).long() - 1).clamp(min=0)
+    one = results(alone, ids, labels=ids.where(where > 0, -100), attention_mask=mask)
+    two = results(
+        model, ids, labels=ids.where(where > 0, -100), attention_mask=mask, position_ids=where
+    )
+    assert_close(two, one, 5e-5)
+
+
 DENSE: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},

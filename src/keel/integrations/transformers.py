@@ -232,11 +232,11 @@ def _within_documents(
 
         return mask.within((cu_seq_lens_q, cu_seq_lens_k), bounds)
     attended = mask.attended
-    # Left padding makes positions start anywhere, and a cache hides from transformers that
-    # documents are packed; a single new token cannot be two documents.
-    packs = mask.padding is None and mask.is_square and mask.queries[1] > 1
-    if packs and position_ids is not None and position_ids.ndim == 2:
-        attended = mask.within((position_ids,), documents_of_positions)
+    # transformers looks for documents only where there is neither a cache nor an attention_mask.
+    if position_ids is not None and position_ids.ndim == 2 and mask.is_square:
+        attended = mask.within(
+            (position_ids,), lambda ids: documents_of_positions(ids, mask.padded_keys)
+        )
     if seq_idx is not None and attended is mask.attended and not mask.is_packed:
         raise ValueError(
             "seq_idx says that documents are packed: pass cu_seq_lens_q and cu_seq_lens_k, or "

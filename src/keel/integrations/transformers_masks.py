@@ -187,6 +187,11 @@ class ModelMask:
         return self.queries == self.keys
 
     @property
+    def padded_keys(self) -> Ints | None:
+        """(b, sk): 0, or HIDDEN; None: no padding."""
+        return None if self.padding is None else listed(self.padding)(*self.keys)
+
+    @property
     def is_packed(self) -> bool:
         """Whether segments are a part of the mask."""
         return any(term.segments for term in self.terms)
@@ -267,9 +272,14 @@ def documents_of_bounds(batch: int, cu_seqlens: torch.Tensor, total: int) -> Int
     return np.where(numbers < len(bounds) - 1, numbers, HIDDEN).reshape(batch, -1)
 
 
-def documents_of_positions(position_ids: torch.Tensor) -> Ints | None:
-    """(b or 1, tokens) numbers of documents: one begins where positions do not go on by 1."""
+def documents_of_positions(position_ids: torch.Tensor, padding: Ints | None) -> Ints | None:
+    """(b or 1, tokens) numbers of documents: one begins where positions do not go on by 1.
+
+    Positions of padding mean nothing, so neither do steps into it and out of it.
+    """
     steps = np.diff(_read(position_ids), axis=-1) != 1
+    if padding is not None:
+        steps = steps & (padding[:, 1:] >= 0) & (padding[:, :-1] >= 0)
     if not steps.any():
         return None
     return np.pad(np.cumsum(steps, -1), ((0, 0), (1, 0)))
