@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 import keel.integrations.transformers
+from keel.testing import compare
 
 keel.integrations.transformers.register()
 transformers.logging.set_verbosity_error()
@@ -62,6 +63,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+DENSE: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen3": {},
+    "gemma2": {},
+    "gemma3": {},
+    "gpt_oss": {"num_local_experts": 1, "num_experts_per_tok": 1},
+    "deepseek_v2": {"first_k_dense_replace": 2},
+    "deepseek_v3": {"first_k_dense_replace": 2},
+}
+"""Without a choice of experts: a rounding error may turn it over."""
+
+
 def tiny(name: str, attention: str = "keel", **changes: Any) -> Any:
     """A model with random weights, the same for each kind of attention."""
     kind, sizes = MODELS[name]
@@ -91,7 +105,8 @@ def tokens(batch: int = 2, length: int = 20, seed: int = 1) -> torch.Tensor:
 def results(model: Any, ids: torch.Tensor, **inputs: Any) -> dict[str, torch.Tensor]:
     """Loss, logits where labels are wanted, and the gradients of all parameters."""
     model.zero_grad()
-    labels = inputs.pop("labels", ids)
+    labels = inputs.pop("labels", ids).to(model.device)
+    ids = ids.to(model.device)
     output = model(input_ids=ids, labels=labels, **inputs)
     output.loss.backward()
     found = {"loss": output.loss.detach(), "logits": output.logits.detach()[labels != -100]}
@@ -106,6 +121,20 @@ def assert_close(
     for name, x in expected.items():
         error, largest = float((got[name] - x).abs().max()), float(x.abs().max())
         assert error <= relative * max(largest, 1e-3), f"{name}: {error:.2e} of {largest:.2e}"
+
+
+def results_of_batches(model: Any, **inputs: Any) -> dict[str, torch.Tensor]:
+    """Of three batches: one alone has too few errors to judge by their largest."""
+    parts = [results(model, tokens(seed=seed), **inputs) for seed in (1, 2, 3)]
+    return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+
+
+def assert_rounded_as(
+    got: dict[str, torch.Tensor], low: dict[str, torch.Tensor], wide: dict[str, torch.Tensor]
+) -> None:
+    """The tolerance rule: errors against wide arithmetic are those of eager attention."""
+    rows = [compare(n, got[n], low[n], x.double(), torch.bfloat16) for n, x in wide.items()]
+    assert not [str(row) for row in rows if not row.ok]
 
 
 def dense(

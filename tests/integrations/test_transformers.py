@@ -12,11 +12,14 @@ import torch
 pytest.importorskip("transformers")
 
 from tests.integrations.models import (
+    DENSE,
     MODELS,
     WINDOW,
     assert_close,
+    assert_rounded_as,
     pair,
     results,
+    results_of_batches,
     tiny,
     tokens,
 )
@@ -24,7 +27,6 @@ from transformers import AttentionMaskInterface
 
 import keel.integrations.transformers as integration
 from keel.integrations.transformers_masks import ModelMask, Term
-from keel.testing import compare
 
 BOUNDS = [0, 7, 9, 20]
 """Of packed documents: longer than the window, shorter, and longer than two."""
@@ -130,33 +132,6 @@ def test_positions_of_padding_mean_nothing() -> None:
     labels[0, :5] = labels[1, 6:10] = -100
     inputs = {"labels": labels, "position_ids": where, "attention_mask": mask}
     assert_close(results(ours, ids, **inputs), results(eager, ids, **inputs))
-
-
-DENSE: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "qwen3": {},
-    "gemma2": {},
-    "gemma3": {},
-    "gpt_oss": {"num_local_experts": 1, "num_experts_per_tok": 1},
-    "deepseek_v2": {"first_k_dense_replace": 2},
-    "deepseek_v3": {"first_k_dense_replace": 2},
-}
-"""Without a choice of experts: a rounding error may turn it over."""
-
-
-def results_of_batches(model: Any) -> dict[str, torch.Tensor]:
-    """Of three batches: one alone has too few errors to judge by their largest."""
-    parts = [results(model, tokens(seed=seed)) for seed in (1, 2, 3)]
-    return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
-
-
-def assert_rounded_as(
-    got: dict[str, torch.Tensor], low: dict[str, torch.Tensor], wide: dict[str, torch.Tensor]
-) -> None:
-    """The tolerance rule: errors against wide arithmetic are those of eager attention."""
-    rows = [compare(n, got[n], low[n], x.double(), torch.bfloat16) for n, x in wide.items()]
-    assert not [str(row) for row in rows if not row.ok]
 
 
 @pytest.mark.parametrize("name", DENSE)
