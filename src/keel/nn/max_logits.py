@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -24,16 +26,24 @@ class KeepsMaxLogits:
 
     def running_maximum(self, num_heads: int, like: torch.Tensor) -> torch.Tensor | None:
         """The tensor to raise, made or moved to suit a call; None outside of training."""
-        if not self.training:
-            return None
-        running = self.current_max_attn_logits
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        if running is not None and running.dtype == dtype and running.device == like.device:
-            return running
-        with torch.inference_mode(False):  # made in inference mode, it serves training too
-            if running is None:
-                running = torch.full((num_heads,), -torch.inf, dtype=dtype, device=like.device)
-            else:
-                running = running.to(like.device, dtype)
-        self.current_max_attn_logits = running
+        return running_maximum(self, num_heads, like)
+
+
+def running_maximum(module: Any, num_heads: int, like: torch.Tensor) -> torch.Tensor | None:
+    """`module.current_max_attn_logits`, of any module, made or moved to suit a call.
+
+    None outside of training.
+    """
+    if not module.training:
+        return None
+    running: torch.Tensor | None = getattr(module, "current_max_attn_logits", None)
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    if running is not None and running.dtype == dtype and running.device == like.device:
         return running
+    with torch.inference_mode(False):  # made in inference mode, it serves training too
+        if running is None:
+            running = torch.full((num_heads,), -torch.inf, dtype=dtype, device=like.device)
+        else:
+            running = running.to(like.device, dtype)
+    module.current_max_attn_logits = running
+    return running

@@ -254,11 +254,15 @@ def _clipped(
 
 
 def _source(module: torch.nn.Module) -> Any:
-    """What keeps the max logits: the module itself, or a core attention in it."""
+    """What keeps the max logits: the module itself, or a core attention in it.
+
+    Hugging Face's modules have them from their first forward on, if their attention is Keel's.
+    """
     for found in (module, *module.children()):
         if hasattr(found, "current_max_attn_logits"):
             return found
-    return None
+    config = getattr(module, "config", None)
+    return module if getattr(config, "_attn_implementation", None) == "keel" else None
 
 
 def _heads(name: str, module: torch.nn.Module) -> tuple[int, int]:

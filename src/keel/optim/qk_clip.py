@@ -265,7 +265,7 @@ class QKClip:
             if spec.source is None:
                 top = self._observed.get(spec.name)
             else:
-                top = spec.source.current_max_attn_logits
+                top = getattr(spec.source, "current_max_attn_logits", None)
             if top is not None:
                 found.append(top)
             elif not whatever:

@@ -1,0 +1,1 @@
+"""Keel inside of other libraries, by the hooks that they offer."""
