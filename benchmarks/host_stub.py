@@ -101,7 +101,7 @@ def stubbed() -> Iterator[Stub]:
         for module, name in kernels:
             replace(module, name, _Kernel(getattr(module, name), stub))
         replace(ops, "_triton_problem", lambda device, dtype: None)
-        replace(hopper_launch, "_machine_problem", lambda device: None)
+        replace(hopper_launch, "machine_problem", lambda device: None)
         replace(launch, "c_launcher", stub.c_launcher)
         replace(launch, "has_launch_hooks", lambda: stub.hooked)
         replace(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -41,7 +41,7 @@ def pretend() -> None:
     """CPU tensors count as those of the device."""
     triton.runtime.driver.set_active(Driver())
     ops._triton_problem = lambda device, dtype: None
-    hopper_launch._machine_problem = lambda device: None
+    hopper_launch.machine_problem = lambda device: None
     torch.cuda.is_current_stream_capturing = lambda: False
     for module in (launch, direct, hopper_launch):
         module.launch_stream = lambda index: STREAM

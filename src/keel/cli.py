@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from keel import masks
 from keel._version import __version__
 from keel.masks import AttnMask
-from keel.ops import explain_backend
+from keel.ops import explain_attention_backend
 from keel.overlap import commands as overlap
 from keel.tiling import plan_tiles
 
@@ -123,7 +123,7 @@ def environment() -> dict[str, Any]:
     except ImportError:
         triton_version = None
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    choices = {name: explain_backend(device, dtype) for name, dtype in DTYPES.items()}
+    choices = {name: explain_attention_backend(device, dtype) for name, dtype in DTYPES.items()}
     return {
         "keel": __version__,
         "python": platform.python_version(),
@@ -134,7 +134,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "gpus": [_gpu(n) for n in range(torch.cuda.device_count())],
         "device": str(device),
-        "triton_runs": choices["bf16"][0] == "triton",
+        "triton_runs": choices["bf16"][0] in ("triton", "hopper"),
         "backends": {name: {"backend": b, "why": why} for name, (b, why) in choices.items()},
     }
 

@@ -121,6 +121,17 @@ def explain_backend(device: torch.device, dtype: torch.dtype) -> tuple[str, str]
     return "blocked", problem or "CPU tensors"
 
 
+def explain_attention_backend(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """As explain_backend, for attention, which also has kernels of its own for some GPUs."""
+    backend, why = explain_backend(device, dtype)
+    if backend == "triton" and dtype in (torch.bfloat16, torch.float16):
+        from keel.kernels.hopper_launch import machine_problem
+
+        if machine_problem(device) is None:
+            return "hopper", "Hopper kernels; the portable Triton kernels where these cannot serve"
+    return backend, why
+
+
 @functools.cache
 def _log_choice(device: str, dtype: torch.dtype, chosen: str, why: str) -> None:
     logger.info("attention on %s in %s uses backend %r: %s", device, dtype, chosen, why)

@@ -28,7 +28,7 @@ def hopper_problem(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring
 ) -> str | None:
     """Why the Hopper forward cannot take these tensors; None if it can."""
-    problem = _machine_problem(q.device)
+    problem = machine_problem(q.device)
     if problem is not None:
         return problem
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -47,7 +47,7 @@ def hopper_problem(
 
 
 @constant_in_traces
-def _machine_problem(device: torch.device) -> str | None:
+def machine_problem(device: torch.device) -> str | None:
     if device.type != "cuda" or compute_capability(device) != (9, 0):
         return f"{device} is not a Hopper GPU (compute capability 9.0)"
     if INTERPRETED or not _has_gluon():
