@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from keel._versions import apply_plainly, launch_stream, runs_plainly
+from keel.bounded import make_room
 from keel.masks import AttnMask
 from keel.masks.inputs import tensors_of_mask
 from keel.meta import Scoring
-from keel.ops import attn_fwd, forward_kernel, gradients
+from keel.ops import as_kernels_take_it, attn_fwd, forward_kernel, gradients
 
 Optional = torch.Tensor | None
 
@@ -70,8 +71,7 @@ def remember(key: Hashable, call: DirectCall) -> None:
         return
     from keel.kernels import launch
 
-    while len(_known) >= launch.MAX_RECIPES:
-        _known.pop(next(iter(_known)), None)
+    make_room(_known, launch.MAX_RECIPES)
     _known[key] = call
 
 
@@ -214,7 +214,10 @@ class DirectCall:
         if sink is bias is slopes is offset is None and not self.sm_margin and self.kernel:
             # all of them: hooks of saved tensors may have changed their layouts
             tensors = (dout, q, k, v, out, lse) if dlse is None else (dout, q, k, v, out, lse, dlse)
-            key = tuple([(x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors])
+            key = (
+                torch.are_deterministic_algorithms_enabled(),
+                *[(x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors],
+            )
             steps = self._backwards.get(key)
             if steps is not None:
                 stream = launch_stream(self.device_index)
@@ -231,7 +234,7 @@ class DirectCall:
             dtype=self.dtype,
             steps=steps,
         )
-        if steps and dout.stride(-1) == 1 and len(self._backwards) < MAX_BACKWARDS:
+        if steps and as_kernels_take_it(dout) is dout and len(self._backwards) < MAX_BACKWARDS:
             self._backwards[key] = steps
         if dq.dtype != self.dtype:
             dq, dk, dv = (x.to(self.dtype) for x in (dq, dk, dv))

@@ -32,7 +32,9 @@ def test_auto_takes_the_hopper_kernels_where_they_can_serve() -> None:
     assert settled("auto", bias=torch.zeros(2, 4, 4)) == "triton"
     assert settled("triton") == "triton"  # an explicit one is never replaced
     odd = torch.zeros(4, 2, 63, dtype=torch.bfloat16)
-    assert ops.settled_backend("auto", odd, odd, odd, Scoring(scale=1.0)) == "triton"
+    expanded = torch.zeros(4, 1, 64, dtype=torch.bfloat16).expand(4, 2, 64)
+    for x in (odd, expanded):
+        assert ops.settled_backend("auto", x, x, x, Scoring(scale=1.0)) == "triton"
 
 
 @pytest.mark.usefixtures("hopper")

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 
+MAX_KEYS = 65_535 * 64
+"""Tiles are one dim of the grid, which ends there; two neighbours hold more than 128 keys."""
+
 HALF = 64
 """Keys of one consumer."""
 
@@ -48,6 +51,8 @@ def backward_problem(
         return f"head dims are {q.shape[2]} and {v.shape[2]}, at most 128 are supported"
     if scoring.softcap > 0:
         return "softcap is not supported"
+    if k.shape[0] > MAX_KEYS:
+        return f"{k.shape[0]} keys are more than {MAX_KEYS}"
     if dout.dtype != q.dtype or not can_be_described(dout):
         return f"dout is {dout.dtype} with strides {dout.stride()}, it must be like q"
     return None
