@@ -318,6 +318,7 @@ def _one_rank(
             world_size=num_ranks,
             timeout=datetime.timedelta(seconds=timeout),
         )
+        torch.distributed.barrier()  # one that is done at once must not leave others connecting
         value = (True, function(rank, *args))
     except BaseException:
         value = (False, traceback.format_exc())
