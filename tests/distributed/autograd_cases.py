@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from tests.distributed.cases import number_alive
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -152,7 +153,7 @@ def stages_kept(rank: int) -> tuple[int, int]:
     def wait(self: Cast) -> list[Tensor]:
         found = real(self)
         buffers.append(StorageWeakRef(found[0].untyped_storage()))
-        most[training] = max(most[training], sum(not x.expired() for x in buffers))
+        most[training] = max(most[training], number_alive(buffers, allowed=1))
         return found
 
     Cast.wait = wait  # type: ignore[method-assign]

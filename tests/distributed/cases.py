@@ -344,6 +344,14 @@ def check_overlap(rank: int, nodes: int) -> list[dict[tuple[str, int], float]]:
     return [timeline.at for timeline in timelines]
 
 
+def number_alive(buffers: list[StorageWeakRef], allowed: int) -> int:
+    """How many live; gloo's threads may hold one for a moment longer than its users do."""
+    until = time.monotonic() + 0.5
+    while (alive := sum(not x.expired() for x in buffers)) > allowed and time.monotonic() < until:
+        time.sleep(0.01)
+    return alive
+
+
 def most_stages_alive(rank: int) -> list[int]:
     """Most buffers for keys of others that live at the same time, forward and backward."""
     buffers: list[StorageWeakRef] = []
@@ -354,7 +362,7 @@ def most_stages_alive(rank: int) -> list[int]:
         real(self, *args, **options)
         assert self._index.order is None  # else rows have a second buffer
         buffers.append(StorageWeakRef(self._transfer.received.untyped_storage()))
-        most[way] = max(most[way], sum(not x.expired() for x in buffers))
+        most[way] = max(most[way], number_alive(buffers, allowed=2))
 
     Cast.__init__ = begin  # type: ignore[method-assign]
     key = flex_key(masks.full(64), degree=4, balance="contiguous")
@@ -362,7 +370,7 @@ def most_stages_alive(rank: int) -> list[int]:
     out, _ = calc_attn(x, x, x, key)
     way = 1
     out.sum().backward()
-    assert len(buffers) == 8 and all(x.expired() for x in buffers)
+    assert len(buffers) == 8 and number_alive(buffers, allowed=0) == 0
     return most
 
 
