@@ -56,6 +56,12 @@ def check_scoring(scoring: Scoring, q: torch.Tensor, tk: int) -> None:
         raise ValueError(f"softmax_scale must be finite, got {scoring.scale}")
     if not 0 <= scoring.softcap < math.inf:
         raise ValueError(f"softcap must be 0 (off) or positive, got {scoring.softcap}")
+    for name, given in (
+        *(("sink", scoring.sink), ("bias", scoring.bias)),
+        *(("alibi_slopes", scoring.alibi_slopes), ("alibi_offset", scoring.alibi_offset)),
+    ):
+        if given is not None and not isinstance(given, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(given).__name__}")
     for name, x, shape in (
         ("sink", scoring.sink, (hq,)),
         ("alibi_slopes", scoring.alibi_slopes, (hq,)),

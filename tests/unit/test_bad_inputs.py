@@ -162,6 +162,9 @@ def test_execution(change: dict[str, Any], message: str) -> None:
     ("change", "message"),
     [
         ({"q": [[1.0]]}, "q must be a tensor, got list"),
+        ({"sink": [0.0] * 4}, "sink must be a tensor, got list"),
+        ({"bias": 1.0}, "bias must be a tensor, got float"),
+        ({"alibi_slopes": (0.5,) * 4}, "alibi_slopes must be a tensor, got tuple"),
         ({"sm_margin": True}, "sm_margin must be an int, got True"),
         ({"sm_margin": 1.0}, "sm_margin must be an int, got 1.0"),
     ],

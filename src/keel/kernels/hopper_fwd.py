@@ -379,7 +379,7 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
                 mbarrier.arrive(ring.q_empty.index(buffer ^ 1), count=1)
         key += BN
         end = tile.end
-        # One loop: of two, ptxas 12.9 gave the second the descriptors of q that the first had
+        # One loop: of two, ptxas 12.8 gave the second the descriptors of q that the first had
         # computed, even where the first had nothing to do.
         for run in range(tile.first, tile.last):
             next_key = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
