@@ -8,7 +8,8 @@ import pytest
 import torch
 from tests.gpu.test_attention import random_mask
 
-from keel import flex_flash_attn_func, masks
+from keel import direct, flex_flash_attn_func, masks
+from keel.kernels import hopper_launch, launch
 from keel.masks import AttnMask, AttnSlice
 from keel.masks.inputs import tensors_of_mask
 from keel.meta import Scoring
@@ -61,19 +62,68 @@ def test_random_masks(variant):
         assert_right(case, backend="hopper", sm_margin=rng.choice([0, 0, 8, 131]))
 
 
-@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "tiny"])
-def test_many_tiles(mask):
-    """Each block of threads works through many tiles, of one and of many blocks of keys."""
+def many_tiles(mask):
     tokens = 2048 + 77
     lengths = [1, 3, 600, 5, 128, 256, 700, 17, 100, 315]
-    made = {
+    return {
         "full": masks.full(tokens),
         "causal": masks.causal(tokens),
         "window": masks.sliding_window(tokens, left=300, right=5, sink_tokens=9),
         "documents": masks.documents([sum(lengths[:n]) for n in range(11)], causal=True),
         "tiny": masks.documents(range(0, tokens, 12), causal=True),
     }[mask]
-    case = Case(mask=made, hq=24, hk=3, d=128, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "tiny"])
+def test_many_tiles(mask):
+    """Each block of threads works through many tiles, of one and of many blocks of keys."""
+    case = Case(mask=many_tiles(mask), hq=24, hk=3, d=128, dtype=torch.bfloat16, device="cuda")
+    assert_right(case, backend="hopper")
+    first, second = (run_case(case, backend="hopper", sm_margin=n) for n in (0, 100))
+    assert all(torch.equal(first[n], second[n]) for n in ("out", "lse", "max_logits"))
+
+
+@pytest.fixture
+def three_consumers(monkeypatch):
+    """Tiles of 192 rows for head dims up to 64."""
+    monkeypatch.setattr(direct, "_known", {})
+    monkeypatch.setattr(launch, "_recipes", {})
+    monkeypatch.setattr(hopper_launch, "NARROW_CONSUMERS", 3)
+
+
+@pytest.mark.usefixtures("three_consumers")
+@pytest.mark.parametrize(
+    ("d", "dtype", "sink", "softcap"),
+    [
+        (64, torch.bfloat16, False, 0.0),
+        (64, torch.bfloat16, True, 0.0),
+        (64, torch.float16, True, 5.0),
+        (40, torch.float16, False, 0.0),
+    ],
+)
+def test_three_consumers(d, dtype, sink, softcap):
+    for seed in range(48):
+        rng = random.Random(seed)
+        hk = rng.choice([1, 2, 3])
+        case = Case(
+            mask=random_mask(rng, rng.choice([64, 192, 300, 700, 1500])),
+            hq=hk * rng.randrange(1, 9),
+            hk=hk,
+            d=d,
+            dtype=dtype,
+            device="cuda",
+            seed=seed,
+            sink=sink,
+            softcap=softcap,
+            scale=rng.choice([None, None, 0.3, -0.2, 0.0]),
+        )
+        assert_right(case, backend="hopper", sm_margin=rng.choice([0, 0, 8, 131]))
+
+
+@pytest.mark.usefixtures("three_consumers")
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "tiny"])
+def test_many_tiles_of_192_rows(mask):
+    case = Case(mask=many_tiles(mask), hq=24, hk=3, d=64, dtype=torch.bfloat16, device="cuda")
     assert_right(case, backend="hopper")
     first, second = (run_case(case, backend="hopper", sm_margin=n) for n in (0, 100))
     assert all(torch.equal(first[n], second[n]) for n in ("out", "lse", "max_logits"))

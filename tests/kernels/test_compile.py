@@ -68,6 +68,7 @@ def test_kernels_compile_and_fit(arch):
 def test_hopper_kernels_do_not_spill():
     variants = compiled("compile_hopper.py")
     assert {(v["d"], v["bn"]) for v in variants} >= {(64, 128), (128, 64), (128, 128), (256, 64)}
+    assert {v["bn"] for v in variants if v["consumers"] == 3} == {64, 128}
     for v in variants:
         assert v["shared"] <= SHARED_LIMIT[90], v
         assert v["loop_spills"] == 0, v

@@ -13,7 +13,7 @@ from keel.kernels.flash_common import LOG2E, RAISE_MAX
 
 # fmt: off
 
-HALF = gl.constexpr(tile_records.ROWS // 2)
+PART = gl.constexpr(tile_records.PART)
 """Rows of one consumer."""
 FIELDS = gl.constexpr(tile_records.FIELDS)
 """Numbers by which the producer tells of a tile."""
@@ -44,10 +44,21 @@ class Form(Constants):
     """Results leave through shared memory, in the place of their queries, by TMA."""
     columns: int = 0
     """Of out, where fewer than dv."""
+    consumers: int = 2
+    """Warpgroups of 64 rows: 2 or, for head dim 64, 3."""
+    tree: bool = False
+    """Maxima of rows by short chains side by side instead of one long one."""
+    lean: bool = False
+    """Places in the ring of two stages by bits instead of signed remainders."""
     has_sink: bool = False
     has_softcap: bool = False
     want_max: bool = False
     accumulate: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return self.consumers * tile_records.PART
 
 
 @dataclass(frozen=True)
@@ -68,15 +79,36 @@ class BackwardForm(Constants):
 
 
 @gluon.jit
-def wait_for(number):
-    gl.inline_asm_elementwise("bar.sync $1, 288; mov.u32 $0, 0;", "=r,r,~{memory}", [number],
-                              dtype=gl.int32, is_pure=False, pack=1)
+def wait_for(number, CONSUMERS: gl.constexpr = 2):
+    THREADS: gl.constexpr = 32 + 128 * CONSUMERS
+    gl.inline_asm_elementwise(
+        f"bar.sync $1, {THREADS}; mov.u32 $0, 0;", "=r,r,~{memory}", [number],
+        dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def mark(number):
-    gl.inline_asm_elementwise("bar.arrive $1, 288; mov.u32 $0, 0;", "=r,r,~{memory}", [number],
-                              dtype=gl.int32, is_pure=False, pack=1)
+def mark(number, CONSUMERS: gl.constexpr = 2):
+    THREADS: gl.constexpr = 32 + 128 * CONSUMERS
+    gl.inline_asm_elementwise(
+        f"bar.arrive $1, {THREADS}; mov.u32 $0, 0;", "=r,r,~{memory}", [number],
+        dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def stage_of(count, form: gl.constexpr):
+    """Where block number `count` lies; a signed remainder takes more instructions than bits."""
+    if form.LEAN and form.STAGES == 2:
+        return count & 1
+    else:
+        return count % form.STAGES
+
+
+@gluon.jit
+def phase_of(count, form: gl.constexpr):
+    if form.LEAN and form.STAGES == 2:
+        return (count >> 1) & 1
+    else:
+        return (count // form.STAGES) & 1
 
 
 @gluon.jit
@@ -129,7 +161,7 @@ def hide(s, key, lo, hi, BN: gl.constexpr):
     A thread holds every eighth pair of columns. Seen as (rows, BN / 8, 8), the middle index is a
     constant of each register, so that a bound costs one compare with an immediate.
     """
-    t = s.reshape([HALF, BN // 8, 8])
+    t = s.reshape([PART, BN // 8, 8])
     L: gl.constexpr = t.type.layout
     octet = 8 * gl.arange(0, BN // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     inner = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :]
@@ -137,13 +169,27 @@ def hide(s, key, lo, hi, BN: gl.constexpr):
     low = (gl.convert_layout(lo, row_l) - key)[:, None] - inner
     high = (gl.convert_layout(hi, row_l) - key)[:, None] - inner
     keep = (octet >= low[:, None, :]) & (octet < high[:, None, :])
-    return gl.convert_layout(gl.where(keep, t, float("-inf")).reshape([HALF, BN]), s.type.layout)
+    return gl.convert_layout(gl.where(keep, t, float("-inf")).reshape([PART, BN]), s.type.layout)
+
+
+@gluon.jit
+def row_max(s, form: gl.constexpr):
+    """Highest score of each row.
+
+    `gl.max` goes through a thread's 32 columns of a row in one chain, each link of which waits for
+    the one before; with TREE it is eight chains of a quarter of them, that meet.
+    """
+    if form.TREE:
+        t = gl.max(s.reshape([PART, 4, form.BN // 32, 8]), 2)
+        return gl.convert_layout(gl.max(gl.max(t, 1), 1), gl.SliceLayout(1, s.type.layout))
+    else:
+        return gl.max(s, 1)
 
 
 @gluon.jit
 def lane_sums(p, BN: gl.constexpr):
     """Row sums of each lane's own columns, (rows, 8): lanes meet at the end of the tile."""
-    return gl.sum(p.reshape([HALF, BN // 8, 8]), 1)
+    return gl.sum(p.reshape([PART, BN // 8, 8]), 1)
 
 
 @gluon.jit

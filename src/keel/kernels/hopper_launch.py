@@ -16,12 +16,15 @@ from keel.kernels.flash_common import compute_capability, num_sms, section_heads
 from keel.kernels.launch import INTERPRETED, Prepared, Recipe, launch
 from keel.masks import AttnMask
 from keel.meta import Scoring
-from keel.tile_records import ROWS, TileRecords, best_records
+from keel.tile_records import PART, TileRecords, best_records
 
 if TYPE_CHECKING:
     from keel.kernels.hopper_common import Form
 
 GLUON = "triton.experimental.gluon.language.nvidia.hopper"
+
+NARROW_CONSUMERS = 2
+"""Warpgroups that compute at head dims up to 64; 3 are possible there."""
 
 
 def hopper_problem(
@@ -74,14 +77,30 @@ def block_ns(d: int, dv: int, has_softcap: bool) -> tuple[int, ...]:
     return (64, 128) if block_of(d) + block_of(dv) <= 256 and not has_softcap else (64,)
 
 
-def choose_form(d: int, dv: int, bn: int, *, out_matches: bool, **options: bool) -> Form:
+def choose_form(
+    d: int,
+    dv: int,
+    bn: int,
+    *,
+    out_matches: bool,
+    consumers: int = 2,
+    tree: bool | None = None,
+    **options: bool,
+) -> Form:
     """What is compiled for head dims and blocks of bn keys.
 
     out_matches: out has the dtype of q, and a layout that TMA can write.
+    consumers: 3 for tiles of 192 rows, where head dims are at most 64.
+    tree: None for where registers ask for it.
     """
     from keel.kernels.hopper_common import Form
 
     block_d, block_dv = block_of(d), block_of(dv)
+    if consumers != 2 and (consumers, block_d, block_dv) != (3, 64, 64):
+        raise ValueError(
+            f"consumers={consumers} with head dims {d} and {dv}: 2 go with all of them, and 3 with "
+            "those up to 64"
+        )
     small = block_d + block_dv <= 256
     staged = small and block_d == block_dv and out_matches and not options.get("accumulate")
     return Form(
@@ -90,6 +109,8 @@ def choose_form(d: int, dv: int, bn: int, *, out_matches: bool, **options: bool)
         q_buffers=2 if small else 1,
         staged=staged,
         columns=dv if dv < block_dv else 0,
+        consumers=consumers,
+        tree=consumers == 3 if tree is None else tree,
         **options,
     )
 
@@ -156,11 +177,15 @@ def _prepare(
     hq, d = q.shape[1:]
     tk, hk, dv = v.shape
     softcap = scoring.softcap > 0
-    records = best_records(mask, block_ns(d, dv, softcap) if form is None else (form.bn,))
-    if form is None:
+    if form is not None:
+        records = best_records(mask, (form.bn,), form.rows)
+    else:
+        consumers = NARROW_CONSUMERS if block_of(d) == block_of(dv) == 64 else 2
+        records = best_records(mask, block_ns(d, dv, softcap), consumers * PART)
         form = choose_form(
             *(d, dv, records.block_n),
             out_matches=out.dtype == q.dtype and can_be_described(out),
+            consumers=consumers,
             has_sink=scoring.sink is not None,
             has_softcap=softcap,
             want_max=max_logits is not None,
@@ -170,14 +195,13 @@ def _prepare(
     if num_work == 0:
         return None
     section = section_heads(hq, hk, tk * (d + dv) * k.element_size(), records.work, q.device)
-    rows = ROWS // 2
     streamed = {
-        "Q": describing(q, (rows, form.d)),
+        "Q": describing(q, (PART, form.d)),
         "K": describing(k, (form.bn, form.d)),
         "V": describing(v, (form.bn, form.dv)),
     }
     if form.staged:
-        streamed["O"] = describing(out, (rows, form.dv))
+        streamed["O"] = describing(out, (PART, form.dv))
     return Prepared(
         (min(num_sms(q.device) - sm_margin, num_work),),
         {
