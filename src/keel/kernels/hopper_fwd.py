@@ -359,8 +359,6 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
             if turn > 0:
                 put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, buffer ^ 1,
                          acc, total, top2, raw_top, seen, mine, o_l)
-        if form.WANT_MAX:
-            seen = gl.load(inputs.MAX_LOGITS + tile.head)
         s = warpgroup_mma_wait(0, [s])
         mark(K_FREE + stage, form.CONSUMERS)
         key = tile.key
@@ -412,6 +410,10 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         stage = stage_of(count, form)
         mbarrier.wait(ring.v_full.index(stage), phase_of(count, form))
         acc = warpgroup_mma(probs, ring.v.index(stage).reshape([BN, form.DV]), acc, is_async=True)
+        if form.WANT_MAX:
+            # from the L2, since the L1 keeps what it held when the launch began; here, since this
+            # tile is put away behind the next one's first scores, and nothing asks for it before
+            seen = gl.load(inputs.MAX_LOGITS + tile.head, cache_modifier=".cg")
         old_row0 = tile.row0
         old_end = tile.row_end
         old_head = tile.head
