@@ -304,7 +304,7 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0,
     if not form.STAGED:
         gl.store(place, out, mask=inside)
     else:
-        if row_end - row0 == form.ROWS:  # its queries are not needed any more
+        if row_end - row0 >= (cid + 1) * PART:  # all its rows; their queries are needed no more
             staged = ring.q.index(form.CONSUMERS * buffer + cid)
             staged.reshape([PART, form.D]).store(out)
             fence_async_shared()
