@@ -19,7 +19,7 @@ from keel.kernels import hopper_fwd
 from keel.kernels.hopper_common import Form
 from keel.kernels.hopper_launch import block_ns, choose_form
 
-FLOATS = {"LSE", "MAX_LOGITS", "SINK"}
+FLOATS = {"LSE", "MAX_LOGITS", "FRESH_MAX", "SINK"}
 
 
 def forms() -> list[Form]:
@@ -34,6 +34,7 @@ def forms() -> list[Form]:
         choose_form(128, 128, 64, out_matches=True, want_max=True, has_softcap=True, has_sink=True),
         choose_form(128, 128, 128, out_matches=False, want_max=True, accumulate=True),
         choose_form(96, 96, 128, out_matches=True, want_max=False),
+        choose_form(128, 128, 128, out_matches=True, want_max=True, fresh_max=True),
         *three_consumers(),
     ]
 
@@ -58,6 +59,7 @@ def signature(form: Form) -> tuple[dict[str, str], dict, dict]:
         boxes["O"] = (64, form.dv)
     absent = {"O"} - boxes.keys() | ({"SINK"} if not form.has_sink else set())
     absent |= {"MAX_LOGITS"} if not form.want_max else set()
+    absent |= {"FRESH_MAX"} if not form.fresh_max else set()
     types: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     aligned = {}

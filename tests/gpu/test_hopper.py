@@ -129,6 +129,54 @@ def test_many_tiles_of_192_rows(mask):
     assert all(torch.equal(first[n], second[n]) for n in ("out", "lse", "max_logits"))
 
 
+def test_maxima_without_a_fill():
+    """They are set, not raised; a workspace is ready for the next launch; graphs have their own."""
+    scoring = Scoring(scale=0.1)
+    places = [(64, 24), (128, 70), (64, 24), (128, 1)]
+    inputs = [
+        torch.randn(3, 1000, heads, d, device="cuda", dtype=torch.bfloat16) for d, heads in places
+    ]
+
+    def run(x, mask, sm_margin):
+        out, lse = torch.empty_like(x[0]), torch.empty(x.shape[1:3], device="cuda")
+        top = torch.full((x.shape[2],), float("nan"), device="cuda")
+        hopper_launch.forward(
+            *(*x.unbind(), mask, scoring),
+            **{"out": out, "lse": lse, "max_logits": top},
+            sm_margin=sm_margin,
+            fresh_max=True,
+        )
+        return top
+
+    some = [masks.causal(1000), masks.documents([0, 30, 600, 1000]), masks.full(1000)]
+    wanted = [
+        [
+            flex_flash_attn_func(
+                *x.unbind(), mask, softmax_scale=0.1, return_max_logits=True, backend="hopper"
+            )[1].max_logits
+            for mask in some
+        ]
+        for x in inputs
+    ]
+    for turn in range(20):
+        for x, row in zip(inputs, wanted, strict=True):
+            for mask, want in zip(some, row, strict=True):
+                assert torch.equal(run(x, mask, 8 * (turn % 3)), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = [[run(x, mask, 0) for mask in some] for x in inputs]
+    for _ in range(5):
+        for row in got:
+            for top in row:
+                top.fill_(7.0)
+        graph.replay()
+        assert all(
+            torch.equal(a, b)
+            for r, s in zip(got, wanted, strict=True)
+            for a, b in zip(r, s, strict=True)
+        )
+
+
 def test_layouts():
     """Heads first, a slice of fused projections, and pointers that TMA cannot take as they are."""
     tokens, heads, dim = 500, 4, 128

@@ -53,6 +53,8 @@ class Form(Constants):
     has_sink: bool = False
     has_softcap: bool = False
     want_max: bool = False
+    fresh_max: bool = False
+    """Max logits are raised in a workspace, which the last block of threads moves to its place."""
     accumulate: bool = False
 
     @property
@@ -119,6 +121,45 @@ def raise_max(POINTER, seen, value):
     gl.inline_asm_elementwise(
         RAISE_MAX, "=r,l,f,f", [place.to(gl.int64, bitcast=True), value, zeros + seen],
         dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def hand_over(WORKSPACE, TARGET, ARRIVED, num_heads):
+    """Moves the maxima to where they are wanted, when the last block of threads has raised them.
+
+    One warp of each block calls this when its block is done; the last to come moves the maxima,
+    and leaves workspace and counter as the launch found them.
+
+    Why it sees all of them: a consumer's `red` comes before its warpgroup's barrier, which comes
+    before the arrival (release) on the mbarrier that this warp waited for (acquire). So does
+    this block's `atom`, which is a release at the scope of the device, and covers what it was told
+    of on the way. The atom of the last block reads what all others wrote, one after the other, and
+    is an acquire: every `red` of every block comes before it, and, by the barrier of the warp,
+    before the loads of all its lanes. These go to the L2, where `red` works. The next launch on
+    this stream begins when this one has ended, so plain stores are enough behind that.
+    """
+    arrived = gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        mov.u32 $0, 0;
+        @first atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;
+        bar.warp.sync 0xffffffff;
+        shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff;
+        }""", "=&r,l,~{memory}", [ARRIVED.to(gl.int64, bitcast=True)],
+        dtype=gl.int32, is_pure=False, pack=1)
+    if arrived == gl.num_programs(0) - 1:
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        nothing = gl.full([32], float("-inf"), gl.float32, layout)
+        for first in range(0, num_heads, 32):
+            heads = first + gl.arange(0, 32, layout)
+            there = heads < num_heads
+            top = gl.load(WORKSPACE + heads, mask=there, other=0.0, cache_modifier=".cg")
+            gl.store(TARGET + heads, top, mask=there)
+            gl.store(WORKSPACE + heads, nothing, mask=there)
+        gl.store(ARRIVED, 0)
 
 
 @gluon.jit

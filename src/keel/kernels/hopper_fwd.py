@@ -32,6 +32,7 @@ from keel.kernels.hopper_common import (
     capped,
     draw,
     field,
+    hand_over,
     hide,
     lane_sums,
     mark,
@@ -61,12 +62,15 @@ class Inputs(NamedTuple):
     OUT: Any
     LSE: Any
     MAX_LOGITS: Any
+    """Raised; with fresh_max a workspace of this stream, at -inf between launches."""
+    FRESH_MAX: Any
     SINK: Any
     TILES: Any
     RUNS: Any
     ROW_LO: Any
     ROW_HI: Any
     COUNTER: Any
+    """Drawn work and, for fresh_max, blocks of threads that are done; zeros between launches."""
 
 
 class Numbers(NamedTuple):
@@ -176,6 +180,10 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
     for block in range(gl.maximum(count - form.STAGES, 0), count):  # marks nobody waited for
         wait_for(K_FREE + block % form.STAGES, form.CONSUMERS)
         wait_for(V_FREE + block % form.STAGES, form.CONSUMERS)
+    if form.FRESH_MAX:
+        mbarrier.wait(ring.fields_empty.index(slot), (turn >> 1) & 1)  # they know of the end,
+        mbarrier.wait(ring.fields_empty.index(slot), ((turn >> 1) & 1) ^ 1)  # and all is raised
+        hand_over(inputs.MAX_LOGITS, inputs.FRESH_MAX, inputs.COUNTER + 1, numbers.num_heads)
 
 
 @gluon.jit
@@ -425,6 +433,8 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         count += 1
     put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head,
              (turn + 1) % form.Q_BUFFERS, acc, total, top2, raw_top, seen, mine, o_l)
+    if form.FRESH_MAX:
+        mbarrier.arrive(ring.fields_empty.index(turn & 1), count=1)
     tma.store_wait(0)
 
 
@@ -448,7 +458,7 @@ NUMBERS = ["num_tiles", "section", "num_heads", "group", "num_work"]
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_fwd_kernel(
-    Q, K, V, O, OUT, LSE, MAX_LOGITS, SINK, TILES, RUNS, ROW_LO, ROW_HI, COUNTER,
+    Q, K, V, O, OUT, LSE, MAX_LOGITS, FRESH_MAX, SINK, TILES, RUNS, ROW_LO, ROW_HI, COUNTER,
     scale, softcap, num_tiles, section, num_heads, group, num_work, stride_ot, stride_oh,
     FORM: gl.constexpr,
 ):
@@ -479,7 +489,8 @@ def hopper_fwd_kernel(
         mbarrier.init(ring.k_full.index(i), 1)
         mbarrier.init(ring.v_full.index(i), 1)
     fence_async_shared()
-    inputs = Inputs(Q, K, V, O, OUT, LSE, MAX_LOGITS, SINK, TILES, RUNS, ROW_LO, ROW_HI, COUNTER)
+    inputs = Inputs(
+        Q, K, V, O, OUT, LSE, MAX_LOGITS, FRESH_MAX, SINK, TILES, RUNS, ROW_LO, ROW_HI, COUNTER)
     numbers = Numbers(
         scale, softcap, num_tiles, section, num_heads, group, num_work, stride_ot, stride_oh)
     # registers of all but the first, which gets what is left of 512 for four threads, one of each

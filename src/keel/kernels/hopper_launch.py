@@ -13,6 +13,7 @@ import triton
 from keel._versions import constant_in_traces, launch_stream
 from keel.kernels import flash_fwd
 from keel.kernels.flash_common import compute_capability, num_sms, section_heads
+from keel.kernels.fresh_maxima import maxima_workspace
 from keel.kernels.launch import INTERPRETED, Prepared, Recipe, launch
 from keel.masks import AttnMask
 from keel.meta import Scoring
@@ -132,9 +133,20 @@ def forward(
     max_logits: torch.Tensor | None = None,
     accumulate: bool = False,
     sm_margin: int = 0,
+    fresh_max: bool = False,
     form: Form | None = None,
 ) -> Recipe:
-    """As flash_fwd.forward, for what `hopper_problem` lets through."""
+    """As flash_fwd.forward, for what `hopper_problem` lets through.
+
+    fresh_max: max_logits are set, whatever they hold, and not raised.
+    form: decides on this, too, if given.
+    """
+    if form is not None:
+        fresh_max = form.fresh_max
+    if fresh_max and max_logits is None:
+        raise ValueError("fresh_max=True asks for max_logits, a tensor to write them to: got None")
+    if max_logits is not None and fresh_max and 0 in (q.shape[0], k.shape[0]):
+        max_logits.fill_(-torch.inf)
     if k.shape[0] == 0:  # nothing that a descriptor could describe
         return flash_fwd.forward(
             *(q, k, v, mask, scoring),
@@ -147,18 +159,21 @@ def forward(
 
     # torch's own allocations are aligned, so out always is
     q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))
+    raised = {"MAX_LOGITS": max_logits}
+    if fresh_max:
+        workspace = maxima_workspace(q.shape[1], q.device, _stream_of(q.device))
+        raised = {"MAX_LOGITS": workspace, "FRESH_MAX": max_logits}
     return launch(
         hopper_fwd_kernel,
-        (mask, scoring.scale, scoring.softcap, accumulate, sm_margin, form),
+        (mask, scoring.scale, scoring.softcap, accumulate, sm_margin, fresh_max, form),
         {
             **{"Q": q, "K": k, "V": v, "O": out, "OUT": out, "LSE": lse},
-            **{
-                "MAX_LOGITS": max_logits,
-                "SINK": scoring.sink,
-                "COUNTER": work_counter(0, q.device),
-            },
+            **raised,
+            **{"SINK": scoring.sink, "COUNTER": work_counter(0, q.device)},
         },
-        lambda: _prepare(q, k, v, mask, scoring, out, max_logits, accumulate, sm_margin, form),
+        lambda: _prepare(
+            *(q, k, v, mask, scoring, out, max_logits, accumulate, sm_margin, fresh_max, form)
+        ),
     )
 
 
@@ -172,6 +187,7 @@ def _prepare(
     max_logits: torch.Tensor | None,
     accumulate: bool,
     sm_margin: int,
+    fresh_max: bool,
     form: Form | None,
 ) -> Prepared | None:
     hq, d = q.shape[1:]
@@ -189,6 +205,7 @@ def _prepare(
             has_sink=scoring.sink is not None,
             has_softcap=softcap,
             want_max=max_logits is not None,
+            fresh_max=fresh_max,
             accumulate=accumulate,
         )
     num_work = len(records.tiles) * hq
@@ -265,20 +282,27 @@ _counters: dict[tuple[int | None, int], torch.Tensor] = {}
 
 
 def work_counter(sm_margin: int, device: torch.device, stream: int | None = None) -> torch.Tensor:
-    """Where blocks of threads draw their work; zero before and after each launch.
+    """Where blocks of threads draw their work, and where they tell of its end: two zeros before and
+    after each launch.
 
     Launches on one stream follow each other, so they share a counter. A graph may be replayed
     beside anything, so it gets one of its own. `stream`: from `launch_stream`, if it is known.
     """
     if stream is None:
-        stream = launch_stream(device.index)
+        stream = _stream_of(device)
     if stream is None:
-        if torch.cuda.is_current_stream_capturing():
-            return torch.zeros(1, dtype=torch.int32, device=device)
-        stream = torch.cuda.current_stream(device).cuda_stream
+        return torch.zeros(2, dtype=torch.int32, device=device)
     key = (device.index, stream)
     counter = _counters.get(key)
     if counter is None:
         with torch.inference_mode(False):
-            counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+            counter = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
     return counter
+
+
+def _stream_of(device: torch.device) -> int | None:
+    """The current stream; None during the capture of a graph."""
+    stream = launch_stream(device.index)
+    if stream is None and not torch.cuda.is_current_stream_capturing():
+        stream = torch.cuda.current_stream(device).cuda_stream
+    return stream
