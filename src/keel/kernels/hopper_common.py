@@ -48,6 +48,8 @@ class Form(Constants):
     """Warpgroups of 64 rows: 2 or, for head dim 64, 3."""
     tree: bool = False
     """Maxima of rows by short chains side by side instead of one long one."""
+    late_bounds: bool = False
+    """Bounds of a partial run are read when it begins and not a run ahead: fewer registers."""
     lean: bool = False
     """Places in the ring of two stages by bits instead of signed remainders."""
     has_sink: bool = False

@@ -400,9 +400,13 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
                     key += BN
                     count += 1
             else:
-                following = gl.minimum(run + 1, tile.last - 1)
-                next_set = gl.load(inputs.RUNS + following * 4 + 2)
-                next_lo, next_hi = bounds(inputs, next_set, mine, form)
+                if form.LATE_BOUNDS:  # those of the first such run are in the L1: see next_tile
+                    lo, hi = bounds(inputs, gl.load(inputs.RUNS + run * 4 + 2), mine, form)
+                    next_lo, next_hi = lo, hi
+                else:
+                    following = gl.minimum(run + 1, tile.last - 1)
+                    next_set = gl.load(inputs.RUNS + following * 4 + 2)
+                    next_lo, next_hi = bounds(inputs, next_set, mine, form)
                 while key < end:
                     acc, sums, top2, raw_top, probs = step(
                         q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, scale2,

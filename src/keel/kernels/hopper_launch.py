@@ -86,13 +86,14 @@ def choose_form(
     out_matches: bool,
     consumers: int = 2,
     tree: bool | None = None,
+    late_bounds: bool | None = None,
     **options: bool,
 ) -> Form:
     """What is compiled for head dims and blocks of bn keys.
 
     out_matches: out has the dtype of q, and a layout that TMA can write.
     consumers: 3 for tiles of 192 rows, where head dims are at most 64.
-    tree: None for where registers ask for it.
+    tree, late_bounds: None for where registers ask for it.
     """
     from keel.kernels.hopper_common import Form
 
@@ -112,6 +113,7 @@ def choose_form(
         columns=dv if dv < block_dv else 0,
         consumers=consumers,
         tree=consumers == 3 if tree is None else tree,
+        late_bounds=consumers == 3 if late_bounds is None else late_bounds,
         **options,
     )
 
