@@ -50,6 +50,9 @@ class Form(Constants):
     """Maxima of rows by short chains side by side instead of one long one."""
     late_bounds: bool = False
     """Bounds of a partial run are read when it begins and not a run ahead: fewer registers."""
+    turns: bool = False
+    """Consumers issue their products in turns, so that each has its exponentials while others have
+    the tensor cores. For two stages: the barriers of a third serve for this."""
     lean: bool = False
     """Places in the ring of two stages by bits instead of signed remainders."""
     has_sink: bool = False
@@ -96,6 +99,24 @@ def mark(number, CONSUMERS: gl.constexpr = 2):
     gl.inline_asm_elementwise(
         f"bar.arrive $1, {THREADS}; mov.u32 $0, 0;", "=r,r,~{memory}", [number],
         dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def take_turn(cid: gl.constexpr, form: gl.constexpr):
+    if form.TURNS:
+        NUMBER: gl.constexpr = 11 if cid == 0 else 13 + cid
+        gl.inline_asm_elementwise(
+            f"bar.sync {NUMBER}, 256; mov.u32 $0, 0;", "=r,~{memory}", [],
+            dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_turn(cid: gl.constexpr, form: gl.constexpr):
+    if form.TURNS:
+        NUMBER: gl.constexpr = 11 if cid == form.CONSUMERS - 1 else 14 + cid
+        gl.inline_asm_elementwise(
+            f"bar.arrive {NUMBER}, 256; mov.u32 $0, 0;", "=r,~{memory}", [],
+            dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -36,11 +36,13 @@ from keel.kernels.hopper_common import (
     hide,
     lane_sums,
     mark,
+    pass_turn,
     phase_of,
     publish,
     raise_max,
     row_max,
     stage_of,
+    take_turn,
     told,
     wait_for,
 )
@@ -230,18 +232,21 @@ def scores(s, key, lo, hi, raw_top, numbers, form: gl.constexpr, MASKED: gl.cons
 
 
 @gluon.jit
-def step(q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, scale2, numbers,
-         form: gl.constexpr, MASKED: gl.constexpr, p_l: gl.constexpr, row_l: gl.constexpr):
+def step(cid: gl.constexpr, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero,
+         scale2, numbers, form: gl.constexpr, MASKED: gl.constexpr, p_l: gl.constexpr,
+         row_l: gl.constexpr):
     """Scores of a block of keys while the values of the block before are added up."""
     stage = stage_of(count, form)
     phase = phase_of(count, form)
     next_stage = stage_of(count + 1, form)
     next_phase = phase_of(count + 1, form)
     mbarrier.wait(ring.k_full.index(next_stage), next_phase)
+    take_turn(cid, form)
     s = warpgroup_mma(q, ring.k.index(next_stage).reshape([form.BN, form.D]).permute((1, 0)), zero,
                       use_acc=False, is_async=True)
     mbarrier.wait(ring.v_full.index(stage), phase)
     acc = warpgroup_mma(probs, ring.v.index(stage).reshape([form.BN, form.DV]), acc, is_async=True)
+    pass_turn(cid, form)
     s = warpgroup_mma_wait(1, [s])
     mark(K_FREE + next_stage, form.CONSUMERS)
     s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, MASKED)
@@ -346,6 +351,8 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     seen = 0.0
     count = 0
     turn = 0
+    if cid == form.CONSUMERS - 1:
+        pass_turn(cid, form)
     tile, lo, hi = next_tile(inputs, ring, turn, mine, form)
     # not those of `tile`: a loop carries a name on only if its first value is another one
     old_row0 = 0
@@ -395,8 +402,8 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
             if run < tile.split:
                 while key < end:
                     acc, sums, top2, raw_top, probs = step(
-                        q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, scale2,
-                        numbers, form, False, p_l, row_l)
+                        cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero,
+                        scale2, numbers, form, False, p_l, row_l)
                     key += BN
                     count += 1
             else:
@@ -409,8 +416,8 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
                     next_lo, next_hi = bounds(inputs, next_set, mine, form)
                 while key < end:
                     acc, sums, top2, raw_top, probs = step(
-                        q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, scale2,
-                        numbers, form, True, p_l, row_l)
+                        cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero,
+                        scale2, numbers, form, True, p_l, row_l)
                     key += BN
                     count += 1
                 lo = next_lo
@@ -435,6 +442,8 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         acc = warpgroup_mma_wait(0, [acc])
         mark(V_FREE + stage, form.CONSUMERS)
         count += 1
+    if cid == 0:
+        take_turn(cid, form)  # the last one nobody else takes
     put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head,
              (turn + 1) % form.Q_BUFFERS, acc, total, top2, raw_top, seen, mine, o_l)
     if form.FRESH_MAX:
