@@ -35,6 +35,9 @@ def forms() -> list[Form]:
         choose_form(128, 128, 128, out_matches=False, want_max=True, accumulate=True),
         choose_form(96, 96, 128, out_matches=True, want_max=False),
         choose_form(128, 128, 128, out_matches=True, want_max=True, fresh_max=True),
+        choose_form(
+            128, 128, 128, out_matches=True, want_max=True, tree=True, lean=True, late_wait=2
+        ),
         *three_consumers(),
     ]
 
@@ -42,11 +45,11 @@ def forms() -> list[Form]:
 def three_consumers() -> list[Form]:
     """They have 160 registers each."""
 
-    def form(bn: int, d: int = 64, staged: bool = True, **options: bool) -> Form:
+    def form(bn: int, d: int = 64, staged: bool = True, **options: Any) -> Form:
         return choose_form(d, d, bn, out_matches=staged, want_max=True, consumers=3, **options)
 
     return [
-        *(form(64), form(128), form(128, lean=True)),
+        *(form(64), form(128), form(128, lean=True, late_wait=1, turns=True, fresh_max=True)),
         form(64, has_softcap=True, has_sink=True),
         form(128, d=40, staged=False, accumulate=True),
     ]

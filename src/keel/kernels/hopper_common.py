@@ -50,6 +50,9 @@ class Form(Constants):
     """Maxima of rows by short chains side by side instead of one long one."""
     late_bounds: bool = False
     """Bounds of a partial run are read when it begins and not a run ahead: fewer registers."""
+    late_wait: int = 0
+    """Exponentials of half of the rows (1) or of all (2) come before the wait for the values of the
+    block before, as they are written; ptxas puts most of them behind it."""
     turns: bool = False
     """Consumers issue their products in turns, so that each has its exponentials while others have
     the tensor cores. For two stages: the barriers of a third serve for this."""
@@ -99,6 +102,33 @@ def mark(number, CONSUMERS: gl.constexpr = 2):
     gl.inline_asm_elementwise(
         f"bar.arrive $1, {THREADS}; mov.u32 $0, 0;", "=r,r,~{memory}", [number],
         dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def mark_behind(number, sums, form: gl.constexpr):
+    """`mark`, when the sums are there: ptxas moves arithmetic across barriers, but not its results.
+
+    Sums are at least zero, or NaN, so it is always this number; ptxas does not know.
+    """
+    THREADS: gl.constexpr = 32 + 128 * form.CONSUMERS
+    LAST: gl.constexpr = 5 if form.LATE_WAIT == 1 else 7  # two columns of a row, two of the other
+    numbers = gl.full(sums.shape, number, gl.int32, sums.type.layout)
+    gl.inline_asm_elementwise(
+        f"""{{
+        .reg .pred odd;
+        .reg .b32 number;
+        setp.lt.f32 odd, $4, 0fBF800000;
+        setp.lt.or.f32 odd, $5, 0fBF800000, odd;
+        setp.lt.or.f32 odd, ${LAST - 1}, 0fBF800000, odd;
+        setp.lt.or.f32 odd, ${LAST}, 0fBF800000, odd;
+        selp.b32 number, 8, $8, odd;
+        bar.arrive number, {THREADS};
+        mov.u32 $0, 0;
+        mov.u32 $1, 0;
+        mov.u32 $2, 0;
+        mov.u32 $3, 0;
+        }}""", "=r,=r,=r,=r,f,f,f,f,r,r,r,r,~{memory}", [sums, numbers],
+        dtype=gl.int32, is_pure=False, pack=4)
 
 
 @gluon.jit

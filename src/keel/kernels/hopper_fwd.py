@@ -36,6 +36,7 @@ from keel.kernels.hopper_common import (
     hide,
     lane_sums,
     mark,
+    mark_behind,
     pass_turn,
     phase_of,
     publish,
@@ -248,7 +249,8 @@ def step(cid: gl.constexpr, q, ring, acc, sums, top2, raw_top, probs, count, key
     acc = warpgroup_mma(probs, ring.v.index(stage).reshape([form.BN, form.DV]), acc, is_async=True)
     pass_turn(cid, form)
     s = warpgroup_mma_wait(1, [s])
-    mark(K_FREE + next_stage, form.CONSUMERS)
+    if form.LATE_WAIT == 0:
+        mark(K_FREE + next_stage, form.CONSUMERS)
     s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, MASKED)
     new_top2 = gl.maximum(top2, row_max(s, form) * scale2)
     shift = new_top2
@@ -258,6 +260,8 @@ def step(cid: gl.constexpr, q, ring, acc, sums, top2, raw_top, probs, count, key
     decay = gl.exp2(top2 - shift)
     sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None]
     sums += lane_sums(p, form.BN)
+    if form.LATE_WAIT > 0:
+        mark_behind(K_FREE + next_stage, sums, form)
     acc = warpgroup_mma_wait(0, [acc])
     mark(V_FREE + stage, form.CONSUMERS)
     probs = gl.convert_layout(p.to(ring.k.dtype), p_l)

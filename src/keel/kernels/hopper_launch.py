@@ -87,6 +87,7 @@ def choose_form(
     consumers: int = 2,
     tree: bool | None = None,
     late_bounds: bool | None = None,
+    late_wait: int = 0,
     **options: bool,
 ) -> Form:
     """What is compiled for head dims and blocks of bn keys.
@@ -104,16 +105,22 @@ def choose_form(
             "those up to 64"
         )
     small = block_d + block_dv <= 256
+    stages = 3 if small and bn == 64 else 2
+    if options.get("turns") and stages != 2:
+        raise ValueError(
+            f"turns go with two stages, and blocks of {bn} keys have {stages}: use 128"
+        )
     staged = small and block_d == block_dv and out_matches and not options.get("accumulate")
     return Form(
         *(block_d, block_dv, bn),
-        stages=3 if small and bn == 64 else 2,
+        stages=stages,
         q_buffers=2 if small else 1,
         staged=staged,
         columns=dv if dv < block_dv else 0,
         consumers=consumers,
         tree=consumers == 3 if tree is None else tree,
         late_bounds=consumers == 3 if late_bounds is None else late_bounds,
+        late_wait=late_wait,
         **options,
     )
 
