@@ -129,6 +129,38 @@ def test_many_tiles_of_192_rows(mask):
     assert all(torch.equal(first[n], second[n]) for n in ("out", "lse", "max_logits"))
 
 
+OPTIONS = [  # of two consumers and of three
+    (2, {"tree": True, "lean": True}),
+    (2, {"late_wait": 2}),
+    (2, {"tree": True, "lean": True, "late_wait": 2, "turns": True}),
+    (3, {"lean": True, "late_wait": 1}),
+    (3, {"lean": True, "turns": True}),
+]
+
+
+@pytest.mark.parametrize(("consumers", "options"), OPTIONS)
+@pytest.mark.parametrize("d", [64, 128])
+def test_options_of_forms(consumers, options, d, monkeypatch):
+    """Each alone is right, on masks with many and with few blocks."""
+    if d == 128 and consumers == 3:
+        pytest.skip("three consumers serve head dims up to 64")
+    choose = hopper_launch.choose_form
+
+    def chosen(d, dv, bn, **given):
+        possible = {name: x for name, x in options.items() if bn == 128 or name != "turns"}
+        return choose(d, dv, bn, **given, **possible)
+
+    monkeypatch.setattr(direct, "_known", {})
+    monkeypatch.setattr(launch, "_recipes", {})
+    monkeypatch.setattr(hopper_launch, "NARROW_CONSUMERS", consumers)
+    monkeypatch.setattr(hopper_launch, "choose_form", chosen)
+    rng = random.Random(7)
+    made = [many_tiles(x) for x in ("full", "causal", "window", "documents", "tiny")]
+    for mask in [*made, *(random_mask(rng, 700) for _ in range(12))]:
+        case = Case(mask=mask, hq=12, hk=3, d=d, dtype=torch.bfloat16, device="cuda")
+        assert_right(case, backend="hopper", sm_margin=rng.choice([0, 131]))
+
+
 def test_maxima_without_a_fill():
     """They are set, not raised; a workspace is ready for the next launch; graphs have their own."""
     scoring = Scoring(scale=0.1)
