@@ -34,8 +34,11 @@ from keel.tiling import (
     with_partial,
 )
 
-ROWS = 128
-"""Rows of a tile, two warpgroups of 64."""
+PART = 64
+"""Rows of one warpgroup."""
+
+ROWS = 2 * PART
+"""Rows of a tile, unless another number is asked for."""
 
 FIELDS = 8
 """Numbers of a tile's record."""
@@ -58,28 +61,35 @@ class TileRecords:
     """(runs + 1, 4): first key, end of keys, row set (0 when full), 0; one more at the end. Full
     ones come first: what a tile begins with overlaps with nothing, and should be short."""
     row_lo: Int32s
-    """(row sets, ROWS): row r of a tile sees keys [lo, hi); in the last set, nothing."""
+    """(row sets, rows of a tile): row r sees keys [lo, hi); in the last set, nothing."""
     row_hi: Int32s
     block_n: int
     work: TileWork
     time: float
     """Of one head by the model, in full blocks of 128 keys."""
 
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return int(self.row_lo.shape[1])
+
 
 @functools.lru_cache(maxsize=128)
-def best_records(mask: AttnMask, block_ns: tuple[int, ...]) -> TileRecords:
+def best_records(mask: AttnMask, block_ns: tuple[int, ...], tile_rows: int = ROWS) -> TileRecords:
     """The cheapest tiles of a mask with blocks of one of these numbers of keys."""
     rows = mask.row_intervals()
-    grid = np.arange(0, mask.tq, ROWS)
+    grid = np.arange(0, mask.tq, tile_rows)
     cuts = [grid]
-    aligned = document_cuts(rows, mask.tq)
+    aligned = document_cuts(rows, mask.tq, tile_rows)
     if not np.array_equal(aligned, grid):
         cuts.append(aligned)
-    choices = [make_records(rows, mask.tq, starts, n) for n in block_ns for starts in cuts]
+    choices = [
+        make_records(rows, mask.tq, starts, n, tile_rows) for n in block_ns for starts in cuts
+    ]
     return min(choices, key=lambda records: records.time)
 
 
-def document_cuts(rows: RowIntervals, tq: int) -> Ints:
+def document_cuts(rows: RowIntervals, tq: int, tile_rows: int = ROWS) -> Ints:
     """First rows of tiles that hold as many whole documents as fit, or a part of one.
 
     A document begins where rows see only keys behind all that the rows before them saw.
@@ -88,14 +98,14 @@ def document_cuts(rows: RowIntervals, tq: int) -> Ints:
     begin = 0
     bounds = np.append(_document_starts(rows), tq)
     while begin < tq:
-        at = int(np.searchsorted(bounds, begin + ROWS, side="right")) - 1
+        at = int(np.searchsorted(bounds, begin + tile_rows, side="right")) - 1
         if bounds[at] > begin:  # whole documents
             starts.append(np.array([begin]))
             begin = int(bounds[at])
         else:  # inside of a long one
-            count = (int(bounds[at + 1]) - begin) // ROWS
-            starts.append(begin + ROWS * np.arange(count))
-            begin += ROWS * count
+            count = (int(bounds[at + 1]) - begin) // tile_rows
+            starts.append(begin + tile_rows * np.arange(count))
+            begin += tile_rows * count
     return np.concatenate(starts)
 
 
@@ -118,11 +128,18 @@ def _document_starts(rows: RowIntervals) -> Ints:
 
 
 def make_records(
-    rows: RowIntervals, tq: int, starts: Ints, block_n: int, *, short_are_partial: bool = False
+    rows: RowIntervals,
+    tq: int,
+    starts: Ints,
+    block_n: int,
+    tile_rows: int = ROWS,
+    *,
+    short_are_partial: bool = False,
 ) -> TileRecords:
     """Records of the tiles that begin at these rows and end where the next one begins.
 
-    short_are_partial: also masks the rows that a tile of less than ROWS does not have.
+    tile_rows: the most that a tile may have.
+    short_are_partial: also masks the rows that a tile of less than tile_rows does not have.
     """
     num_tiles = len(starts)
     ends = np.append(starts[1:], tq)
@@ -131,7 +148,7 @@ def make_records(
     np.minimum.at(origin, pieces.tile, pieces.lo_first)
     origin[origin == np.iinfo(np.int64).max] = 0
     # from here on, rows and keys are counted from where their tile begins to see any
-    shift, place = origin[pieces.tile], pieces.tile * ROWS - starts[pieces.tile]
+    shift, place = origin[pieces.tile], pieces.tile * tile_rows - starts[pieces.tile]
     pieces = Pieces(
         *(pieces.tile, pieces.index, pieces.a + place, pieces.b + place),
         *(pieces.lo_first - shift, pieces.lo_last - shift),
@@ -141,13 +158,13 @@ def make_records(
     num_sets = np.zeros(num_tiles, np.int64)
     np.maximum.at(num_sets, pieces.tile, pieces.index + 1)
     set_base = np.cumsum(num_sets) - num_sets
-    needed = np.full(num_tiles, ROWS) if short_are_partial else ends - starts
+    needed = np.full(num_tiles, tile_rows) if short_are_partial else ends - starts
     full = full_runs(pieces, num_k, needed, block_n)
     blocks = with_partial(full, pieces, num_sets, num_k, block_n)
     row_set = np.where(blocks.index < 0, 0, set_base[blocks.lane] + blocks.index)
     lists = tile_lists(blocks, num_tiles, row_set)
-    ramps = torch.from_numpy(ramps_of(pieces, set_base, ROWS))
-    lo, hi = (x.numpy() for x in draw_row_sets(ramps, int(num_sets.sum()) + 1, ROWS))
+    ramps = torch.from_numpy(ramps_of(pieces, set_base, tile_rows))
+    lo, hi = (x.numpy() for x in draw_row_sets(ramps, int(num_sets.sum()) + 1, tile_rows))
     first_key = np.append(np.repeat(origin, num_sets), 0).astype(np.int32)[:, None]
     return _written_out(lists, starts, ends, origin, lo + first_key, hi + first_key, block_n)
 

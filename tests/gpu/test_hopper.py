@@ -8,7 +8,8 @@ import pytest
 import torch
 from tests.gpu.test_attention import random_mask
 
-from keel import flex_flash_attn_func, masks
+from keel import direct, flex_flash_attn_func, masks
+from keel.kernels import hopper_launch, launch
 from keel.masks import AttnMask, AttnSlice
 from keel.masks.inputs import tensors_of_mask
 from keel.meta import Scoring
@@ -61,22 +62,151 @@ def test_random_masks(variant):
         assert_right(case, backend="hopper", sm_margin=rng.choice([0, 0, 8, 131]))
 
 
-@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "tiny"])
-def test_many_tiles(mask):
-    """Each block of threads works through many tiles, of one and of many blocks of keys."""
+def many_tiles(mask):
     tokens = 2048 + 77
     lengths = [1, 3, 600, 5, 128, 256, 700, 17, 100, 315]
-    made = {
+    return {
         "full": masks.full(tokens),
         "causal": masks.causal(tokens),
         "window": masks.sliding_window(tokens, left=300, right=5, sink_tokens=9),
         "documents": masks.documents([sum(lengths[:n]) for n in range(11)], causal=True),
         "tiny": masks.documents(range(0, tokens, 12), causal=True),
     }[mask]
-    case = Case(mask=made, hq=24, hk=3, d=128, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "tiny"])
+def test_many_tiles(mask):
+    """Each block of threads works through many tiles, of one and of many blocks of keys."""
+    case = Case(mask=many_tiles(mask), hq=24, hk=3, d=128, dtype=torch.bfloat16, device="cuda")
     assert_right(case, backend="hopper")
     first, second = (run_case(case, backend="hopper", sm_margin=n) for n in (0, 100))
     assert all(torch.equal(first[n], second[n]) for n in ("out", "lse", "max_logits"))
+
+
+@pytest.fixture
+def three_consumers(monkeypatch):
+    """Tiles of 192 rows for head dims up to 64."""
+    monkeypatch.setattr(direct, "_known", {})
+    monkeypatch.setattr(launch, "_recipes", {})
+    monkeypatch.setattr(hopper_launch, "NARROW_CONSUMERS", 3)
+
+
+@pytest.mark.usefixtures("three_consumers")
+@pytest.mark.parametrize(
+    ("d", "dtype", "sink", "softcap"),
+    [
+        (64, torch.bfloat16, False, 0.0),
+        (64, torch.bfloat16, True, 0.0),
+        (64, torch.float16, True, 5.0),
+        (40, torch.float16, False, 0.0),
+    ],
+)
+def test_three_consumers(d, dtype, sink, softcap):
+    for seed in range(48):
+        rng = random.Random(seed)
+        hk = rng.choice([1, 2, 3])
+        case = Case(
+            mask=random_mask(rng, rng.choice([64, 192, 300, 700, 1500])),
+            hq=hk * rng.randrange(1, 9),
+            hk=hk,
+            d=d,
+            dtype=dtype,
+            device="cuda",
+            seed=seed,
+            sink=sink,
+            softcap=softcap,
+            scale=rng.choice([None, None, 0.3, -0.2, 0.0]),
+        )
+        assert_right(case, backend="hopper", sm_margin=rng.choice([0, 0, 8, 131]))
+
+
+@pytest.mark.usefixtures("three_consumers")
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "tiny"])
+def test_many_tiles_of_192_rows(mask):
+    case = Case(mask=many_tiles(mask), hq=24, hk=3, d=64, dtype=torch.bfloat16, device="cuda")
+    assert_right(case, backend="hopper")
+    first, second = (run_case(case, backend="hopper", sm_margin=n) for n in (0, 100))
+    assert all(torch.equal(first[n], second[n]) for n in ("out", "lse", "max_logits"))
+
+
+OPTIONS = [  # of two consumers and of three
+    (2, {"tree": True, "lean": True}),
+    (2, {"late_wait": 2}),
+    (2, {"tree": True, "lean": True, "late_wait": 2, "turns": True}),
+    (3, {"lean": True, "late_wait": 1}),
+    (3, {"lean": True, "turns": True}),
+]
+
+
+@pytest.mark.parametrize(("consumers", "options"), OPTIONS)
+@pytest.mark.parametrize("d", [64, 128])
+def test_options_of_forms(consumers, options, d, monkeypatch):
+    """Each alone is right, on masks with many and with few blocks."""
+    if d == 128 and consumers == 3:
+        pytest.skip("three consumers serve head dims up to 64")
+    choose = hopper_launch.choose_form
+
+    def chosen(d, dv, bn, **given):
+        possible = {name: x for name, x in options.items() if bn == 128 or name != "turns"}
+        return choose(d, dv, bn, **given, **possible)
+
+    monkeypatch.setattr(direct, "_known", {})
+    monkeypatch.setattr(launch, "_recipes", {})
+    monkeypatch.setattr(hopper_launch, "NARROW_CONSUMERS", consumers)
+    monkeypatch.setattr(hopper_launch, "choose_form", chosen)
+    rng = random.Random(7)
+    made = [many_tiles(x) for x in ("full", "causal", "window", "documents", "tiny")]
+    for mask in [*made, *(random_mask(rng, 700) for _ in range(12))]:
+        case = Case(mask=mask, hq=12, hk=3, d=d, dtype=torch.bfloat16, device="cuda")
+        assert_right(case, backend="hopper", sm_margin=rng.choice([0, 131]))
+
+
+def test_maxima_without_a_fill():
+    """They are set, not raised; a workspace is ready for the next launch; graphs have their own."""
+    scoring = Scoring(scale=0.1)
+    places = [(64, 24), (128, 70), (64, 24), (128, 1)]
+    inputs = [
+        torch.randn(3, 1000, heads, d, device="cuda", dtype=torch.bfloat16) for d, heads in places
+    ]
+
+    def run(x, mask, sm_margin):
+        out, lse = torch.empty_like(x[0]), torch.empty(x.shape[1:3], device="cuda")
+        top = torch.full((x.shape[2],), float("nan"), device="cuda")
+        hopper_launch.forward(
+            *(*x.unbind(), mask, scoring),
+            **{"out": out, "lse": lse, "max_logits": top},
+            sm_margin=sm_margin,
+            fresh_max=True,
+        )
+        return top
+
+    some = [masks.causal(1000), masks.documents([0, 30, 600, 1000]), masks.full(1000)]
+    wanted = [
+        [
+            flex_flash_attn_func(
+                *x.unbind(), mask, softmax_scale=0.1, return_max_logits=True, backend="hopper"
+            )[1].max_logits
+            for mask in some
+        ]
+        for x in inputs
+    ]
+    for turn in range(20):
+        for x, row in zip(inputs, wanted, strict=True):
+            for mask, want in zip(some, row, strict=True):
+                assert torch.equal(run(x, mask, 8 * (turn % 3)), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = [[run(x, mask, 0) for mask in some] for x in inputs]
+    for _ in range(5):
+        for row in got:
+            for top in row:
+                top.fill_(7.0)
+        graph.replay()
+        assert all(
+            torch.equal(a, b)
+            for r, s in zip(got, wanted, strict=True)
+            for a, b in zip(r, s, strict=True)
+        )
 
 
 def test_layouts():

@@ -68,9 +68,13 @@ def test_kernels_compile_and_fit(arch):
 def test_hopper_kernels_do_not_spill():
     variants = compiled("compile_hopper.py")
     assert {(v["d"], v["bn"]) for v in variants} >= {(64, 128), (128, 64), (128, 128), (256, 64)}
+    assert {v["bn"] for v in variants if v["consumers"] == 3} == {64, 128}
     for v in variants:
         assert v["shared"] <= SHARED_LIMIT[90], v
         assert v["loop_spills"] == 0, v
+        # the maximum so far, which other SMs raise: the L1 would not hear of it
+        l2_loads = v["consumers"] + v["fresh_max"] if v["want_max"] else 0
+        assert v["l2_loads"] == l2_loads, v
 
 
 def test_hopper_backward_does_not_spill():

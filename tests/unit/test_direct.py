@@ -55,7 +55,8 @@ def last_launch(stub: Stub) -> dict[str, Any]:
     name, stream, arguments = stub.launches[-1]
     assert name == "hopper_fwd_kernel"
     maps = {n: arguments[7 * i] for i, n in enumerate("QKVO")}
-    rest = ("OUT", "LSE", "MAX_LOGITS", "SINK", "TILES", "RUNS", "ROW_LO", "ROW_HI", "COUNTER")
+    rest = ("OUT", "LSE", "MAX_LOGITS", "FRESH_MAX", "SINK")
+    rest += ("TILES", "RUNS", "ROW_LO", "ROW_HI", "COUNTER")
     scalars = ("scale", "softcap")
     return {**maps, **dict(zip(rest + scalars, arguments[28:], strict=False)), "stream": stream}
 
@@ -342,6 +343,26 @@ def test_maxima_share_nothing_but_memory() -> None:
     rows[0].fill_(1.0)
     assert (rows[0]._version, rows[1]._version) == (1, 0)
     assert all((x == -torch.inf).all() for x in rows[1:]) and not rows[0]._is_view()
+
+
+def test_a_workspace_of_maxima_for_each_stream_and_graph(monkeypatch) -> None:
+    for name in ("_workspaces", "_spares"):
+        monkeypatch.setattr(fresh_maxima, name, {})
+
+    def workspace(stream: int | None, heads: int = 5) -> torch.Tensor:
+        return fresh_maxima.maxima_workspace(heads, torch.device("cpu"), stream)
+
+    before = workspace(None)  # a graph that nothing was called before
+    one, other = workspace(1), workspace(2)
+    assert workspace(1) is one and workspace(2) is other
+    assert workspace(1, heads=6).shape == (6,) and workspace(1) is one
+    in_graphs = [workspace(None) for _ in range(3 * fresh_maxima.NUM_ROWS)]
+    everything = [before, one, other, *in_graphs]
+    assert len({x.data_ptr() for x in everything}) == len(everything)
+    assert all(x.shape == (5,) and (x == -torch.inf).all() for x in everything)
+    # those that were there before the graph, and are not filled in it
+    kept = sum(any(x is y for y in fresh_maxima._taken) for x in in_graphs)
+    assert kept == 2 * (fresh_maxima.NUM_ROWS - 1)
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])

@@ -50,7 +50,7 @@ def check(records: TileRecords, mask: AttnMask) -> None:
     assert torch.equal(covered(records, mask), mask.to_dense().long())
     rows = sorted((row0, end) for row0, end, *_ in records.tiles.tolist())
     assert [a for a, _ in rows[1:]] == [b for _, b in rows[:-1]]  # one after the other
-    assert all(0 < b - a <= ROWS for a, b in rows)
+    assert all(0 < b - a <= records.rows for a, b in rows)
     if rows:
         assert (rows[0][0], rows[-1][1]) == (0, mask.tq)
     for _, _, first, split, last, row_set, key, end in records.tiles.tolist():
@@ -64,15 +64,21 @@ def check(records: TileRecords, mask: AttnMask) -> None:
 
 
 @settings(max_examples=150)
-@given(attn_masks(max_tokens=400), st.sampled_from([64, 128]), st.data())
-def test_every_pair_once(mask, block_n, data):
+@given(
+    attn_masks(max_tokens=400), st.sampled_from([64, 128]), st.sampled_from([128, 192]), st.data()
+)
+def test_every_pair_once(mask, block_n, tile_rows, data):
     rows = mask.row_intervals()
     cuts = [0]
-    while cuts[-1] + ROWS < mask.tq:
-        cuts.append(cuts[-1] + data.draw(st.integers(1, ROWS)))
-    check(make_records(rows, mask.tq, np.array(cuts[: mask.tq], np.int64), block_n), mask)
-    check(make_records(rows, mask.tq, document_cuts(rows, mask.tq), block_n), mask)
-    check(best_records(mask, (64, 128)), mask)
+    while cuts[-1] + tile_rows < mask.tq:
+        cuts.append(cuts[-1] + data.draw(st.integers(1, tile_rows)))
+    by_chance = np.array(cuts[: mask.tq], np.int64)
+    by_document = document_cuts(rows, mask.tq, tile_rows)
+    for starts in (by_chance, by_document):
+        records = make_records(rows, mask.tq, starts, block_n, tile_rows)
+        assert records.rows == records.row_hi.shape[1] == tile_rows
+        check(records, mask)
+    check(best_records(mask, (64, 128), tile_rows), mask)
 
 
 def test_tiles_begin_with_documents():
@@ -84,6 +90,22 @@ def test_tiles_begin_with_documents():
     blocks = [b for b in blocks_of(records) if b[0] == 330]
     assert [(b[2], b[3]) for b in blocks] == [(330, 394), (394, 458)]
     assert [b[4] < 0 for b in blocks] == [False, False]
+
+
+def test_tiles_of_192_rows():
+    mask = masks.documents([0, 300, 310, 330, 1000], causal=True)
+    rows = mask.row_intervals()
+    assert document_cuts(rows, 1000, 192).tolist() == [0, 192, 330, 522, 714, 906]
+    records = best_records(masks.causal(1000), (128,), 192)
+    assert sorted(records.tiles[:, 0].tolist()) == list(range(0, 1000, 192))
+    # rows 384 to 575 see all keys up to 384, and are masked in the two blocks behind
+    blocks = [b for b in blocks_of(records) if b[0] == 384]
+    assert [(b[2], b[4] < 0) for b in blocks] == [
+        *((key, True) for key in (0, 128, 256)),
+        *((key, False) for key in (384, 512)),
+    ]
+    lo, hi = (x[blocks[-1][4]] for x in (records.row_lo, records.row_hi))
+    assert lo.tolist() == [0] * 192 and hi.tolist() == list(range(385, 577))
 
 
 def test_small_documents_share_tiles():

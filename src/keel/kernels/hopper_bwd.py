@@ -33,7 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from keel._versions import tma_add, tma_load, tma_store
 from keel.kernels.flash_common import LOG2E
-from keel.kernels.hopper_common import FIELDS, HALF, mark, wait_for
+from keel.kernels.hopper_common import FIELDS, mark, wait_for
+from keel.kernels.hopper_common import PART as HALF
 
 # fmt: off
 

@@ -13,7 +13,7 @@ from keel.kernels.flash_common import LOG2E, RAISE_MAX
 
 # fmt: off
 
-HALF = gl.constexpr(tile_records.ROWS // 2)
+PART = gl.constexpr(tile_records.PART)
 """Rows of one consumer."""
 FIELDS = gl.constexpr(tile_records.FIELDS)
 """Numbers by which the producer tells of a tile."""
@@ -44,10 +44,31 @@ class Form(Constants):
     """Results leave through shared memory, in the place of their queries, by TMA."""
     columns: int = 0
     """Of out, where fewer than dv."""
+    consumers: int = 2
+    """Warpgroups of 64 rows: 2 or, for head dim 64, 3."""
+    tree: bool = False
+    """Maxima of rows by short chains side by side instead of one long one."""
+    late_bounds: bool = False
+    """Bounds of a partial run are read when it begins and not a run ahead: fewer registers."""
+    late_wait: int = 0
+    """Exponentials of half of the rows (1) or of all (2) come before the wait for the values of the
+    block before, as they are written; ptxas puts most of them behind it."""
+    turns: bool = False
+    """Consumers issue their products in turns, so that each has its exponentials while others have
+    the tensor cores. For two stages: the barriers of a third serve for this."""
+    lean: bool = False
+    """Places in the ring of two stages by bits instead of signed remainders."""
     has_sink: bool = False
     has_softcap: bool = False
     want_max: bool = False
+    fresh_max: bool = False
+    """Max logits are raised in a workspace, which the last block of threads moves to its place."""
     accumulate: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return self.consumers * tile_records.PART
 
 
 @dataclass(frozen=True)
@@ -68,15 +89,81 @@ class BackwardForm(Constants):
 
 
 @gluon.jit
-def wait_for(number):
-    gl.inline_asm_elementwise("bar.sync $1, 288; mov.u32 $0, 0;", "=r,r,~{memory}", [number],
-                              dtype=gl.int32, is_pure=False, pack=1)
+def wait_for(number, CONSUMERS: gl.constexpr = 2):
+    THREADS: gl.constexpr = 32 + 128 * CONSUMERS
+    gl.inline_asm_elementwise(
+        f"bar.sync $1, {THREADS}; mov.u32 $0, 0;", "=r,r,~{memory}", [number],
+        dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def mark(number):
-    gl.inline_asm_elementwise("bar.arrive $1, 288; mov.u32 $0, 0;", "=r,r,~{memory}", [number],
-                              dtype=gl.int32, is_pure=False, pack=1)
+def mark(number, CONSUMERS: gl.constexpr = 2):
+    THREADS: gl.constexpr = 32 + 128 * CONSUMERS
+    gl.inline_asm_elementwise(
+        f"bar.arrive $1, {THREADS}; mov.u32 $0, 0;", "=r,r,~{memory}", [number],
+        dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def mark_behind(number, sums, form: gl.constexpr):
+    """`mark`, when the sums are there: ptxas moves arithmetic across barriers, but not its results.
+
+    Sums are at least zero, or NaN, so it is always this number; ptxas does not know.
+    """
+    THREADS: gl.constexpr = 32 + 128 * form.CONSUMERS
+    LAST: gl.constexpr = 5 if form.LATE_WAIT == 1 else 7  # two columns of a row, two of the other
+    numbers = gl.full(sums.shape, number, gl.int32, sums.type.layout)
+    gl.inline_asm_elementwise(
+        f"""{{
+        .reg .pred odd;
+        .reg .b32 number;
+        setp.lt.f32 odd, $4, 0fBF800000;
+        setp.lt.or.f32 odd, $5, 0fBF800000, odd;
+        setp.lt.or.f32 odd, ${LAST - 1}, 0fBF800000, odd;
+        setp.lt.or.f32 odd, ${LAST}, 0fBF800000, odd;
+        selp.b32 number, 8, $8, odd;
+        bar.arrive number, {THREADS};
+        mov.u32 $0, 0;
+        mov.u32 $1, 0;
+        mov.u32 $2, 0;
+        mov.u32 $3, 0;
+        }}""", "=r,=r,=r,=r,f,f,f,f,r,r,r,r,~{memory}", [sums, numbers],
+        dtype=gl.int32, is_pure=False, pack=4)
+
+
+@gluon.jit
+def take_turn(cid: gl.constexpr, form: gl.constexpr):
+    if form.TURNS:
+        NUMBER: gl.constexpr = 11 if cid == 0 else 13 + cid
+        gl.inline_asm_elementwise(
+            f"bar.sync {NUMBER}, 256; mov.u32 $0, 0;", "=r,~{memory}", [],
+            dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_turn(cid: gl.constexpr, form: gl.constexpr):
+    if form.TURNS:
+        NUMBER: gl.constexpr = 11 if cid == form.CONSUMERS - 1 else 14 + cid
+        gl.inline_asm_elementwise(
+            f"bar.arrive {NUMBER}, 256; mov.u32 $0, 0;", "=r,~{memory}", [],
+            dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def stage_of(count, form: gl.constexpr):
+    """Where block number `count` lies; a signed remainder takes more instructions than bits."""
+    if form.LEAN and form.STAGES == 2:
+        return count & 1
+    else:
+        return count % form.STAGES
+
+
+@gluon.jit
+def phase_of(count, form: gl.constexpr):
+    if form.LEAN and form.STAGES == 2:
+        return (count >> 1) & 1
+    else:
+        return (count // form.STAGES) & 1
 
 
 @gluon.jit
@@ -87,6 +174,45 @@ def raise_max(POINTER, seen, value):
     gl.inline_asm_elementwise(
         RAISE_MAX, "=r,l,f,f", [place.to(gl.int64, bitcast=True), value, zeros + seen],
         dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def hand_over(WORKSPACE, TARGET, ARRIVED, num_heads):
+    """Moves the maxima to where they are wanted, when the last block of threads has raised them.
+
+    One warp of each block calls this when its block is done; the last to come moves the maxima,
+    and leaves workspace and counter as the launch found them.
+
+    Why it sees all of them: a consumer's `red` comes before its warpgroup's barrier, which comes
+    before the arrival (release) on the mbarrier that this warp waited for (acquire). So does
+    this block's `atom`, which is a release at the scope of the device, and covers what it was told
+    of on the way. The atom of the last block reads what all others wrote, one after the other, and
+    is an acquire: every `red` of every block comes before it, and, by the barrier of the warp,
+    before the loads of all its lanes. These go to the L2, where `red` works. The next launch on
+    this stream begins when this one has ended, so plain stores are enough behind that.
+    """
+    arrived = gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        mov.u32 $0, 0;
+        @first atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;
+        bar.warp.sync 0xffffffff;
+        shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff;
+        }""", "=&r,l,~{memory}", [ARRIVED.to(gl.int64, bitcast=True)],
+        dtype=gl.int32, is_pure=False, pack=1)
+    if arrived == gl.num_programs(0) - 1:
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        nothing = gl.full([32], float("-inf"), gl.float32, layout)
+        for first in range(0, num_heads, 32):
+            heads = first + gl.arange(0, 32, layout)
+            there = heads < num_heads
+            top = gl.load(WORKSPACE + heads, mask=there, other=0.0, cache_modifier=".cg")
+            gl.store(TARGET + heads, top, mask=there)
+            gl.store(WORKSPACE + heads, nothing, mask=there)
+        gl.store(ARRIVED, 0)
 
 
 @gluon.jit
@@ -129,7 +255,7 @@ def hide(s, key, lo, hi, BN: gl.constexpr):
     A thread holds every eighth pair of columns. Seen as (rows, BN / 8, 8), the middle index is a
     constant of each register, so that a bound costs one compare with an immediate.
     """
-    t = s.reshape([HALF, BN // 8, 8])
+    t = s.reshape([PART, BN // 8, 8])
     L: gl.constexpr = t.type.layout
     octet = 8 * gl.arange(0, BN // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     inner = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :]
@@ -137,13 +263,27 @@ def hide(s, key, lo, hi, BN: gl.constexpr):
     low = (gl.convert_layout(lo, row_l) - key)[:, None] - inner
     high = (gl.convert_layout(hi, row_l) - key)[:, None] - inner
     keep = (octet >= low[:, None, :]) & (octet < high[:, None, :])
-    return gl.convert_layout(gl.where(keep, t, float("-inf")).reshape([HALF, BN]), s.type.layout)
+    return gl.convert_layout(gl.where(keep, t, float("-inf")).reshape([PART, BN]), s.type.layout)
+
+
+@gluon.jit
+def row_max(s, form: gl.constexpr):
+    """Highest score of each row.
+
+    `gl.max` goes through a thread's 32 columns of a row in one chain, each link of which waits for
+    the one before; with TREE it is eight chains of a quarter of them, that meet.
+    """
+    if form.TREE:
+        t = gl.max(s.reshape([PART, 4, form.BN // 32, 8]), 2)
+        return gl.convert_layout(gl.max(gl.max(t, 1), 1), gl.SliceLayout(1, s.type.layout))
+    else:
+        return gl.max(s, 1)
 
 
 @gluon.jit
 def lane_sums(p, BN: gl.constexpr):
     """Row sums of each lane's own columns, (rows, 8): lanes meet at the end of the tile."""
-    return gl.sum(p.reshape([HALF, BN // 8, 8]), 1)
+    return gl.sum(p.reshape([PART, BN // 8, 8]), 1)
 
 
 @gluon.jit

@@ -1,10 +1,10 @@
 """Hopper forward: out, lse and max logits by specialised warps (Gluon, sm_90).
 
 A block of threads stays on its SM. One warp, the producer, draws work (a q tile of one head), and
-brings queries, keys and values into shared memory by TMA. Two warpgroups of consumers own 64 rows
-each. They compute scores of a block of keys while the values of the block before are added up,
-with probabilities in registers all the time, and the first scores of the next tile while they put
-the last one away.
+brings queries, keys and values into shared memory by TMA. Two or three warpgroups of consumers own
+64 rows each. They compute scores of a block of keys while the values of the block before are added
+up, with probabilities in registers all the time, and the first scores of the next tile while they
+put the last one away.
 
 Keys and values are handed back by named barriers, on which consumers only mark that they are done
 (`bar.arrive`); Triton's arrival on an mbarrier would bring the warpgroup to a stop each time.
@@ -28,15 +28,22 @@ from keel._versions import tma_load, tma_store
 from keel.kernels.flash_common import LN2, LOG2E
 from keel.kernels.hopper_common import (
     FIELDS,
-    HALF,
+    PART,
     capped,
     draw,
     field,
+    hand_over,
     hide,
     lane_sums,
     mark,
+    mark_behind,
+    pass_turn,
+    phase_of,
     publish,
     raise_max,
+    row_max,
+    stage_of,
+    take_turn,
     told,
     wait_for,
 )
@@ -58,12 +65,15 @@ class Inputs(NamedTuple):
     OUT: Any
     LSE: Any
     MAX_LOGITS: Any
+    """Raised; with fresh_max a workspace of this stream, at -inf between launches."""
+    FRESH_MAX: Any
     SINK: Any
     TILES: Any
     RUNS: Any
     ROW_LO: Any
     ROW_HI: Any
     COUNTER: Any
+    """Drawn work and, for fresh_max, blocks of threads that are done; zeros between launches."""
 
 
 class Numbers(NamedTuple):
@@ -111,7 +121,6 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
     turn = 0
     grid = gl.num_programs(0)
     work = gl.program_id(0)
-    rows_at_once: gl.constexpr = 2 * HALF
     while work < numbers.num_work:
         drawn = draw(inputs.COUNTER)
         # heads in sections that share the L2; inside a section, longest tiles first
@@ -140,22 +149,22 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         mbarrier.arrive(ring.fields_full.index(slot), count=1)
         buffer = turn % form.Q_BUFFERS
         mbarrier.wait(ring.q_empty.index(buffer), ((turn // form.Q_BUFFERS) & 1) ^ 1)
-        mbarrier.expect(ring.q_full.index(buffer), rows_at_once * form.D * 2)
-        for half in gl.static_range(2):
-            tma_load(inputs.q, [row0 + half * HALF, head, 0], ring.q_full.index(buffer),
-                     ring.q.index(2 * buffer + half))
+        mbarrier.expect(ring.q_full.index(buffer), form.ROWS * form.D * 2)
+        for part in gl.static_range(form.CONSUMERS):
+            tma_load(inputs.q, [row0 + part * PART, head, 0], ring.q_full.index(buffer),
+                     ring.q.index(form.CONSUMERS * buffer + part))
         kv_head = head // numbers.group
         for run in range(first, last):
             next_key = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
             next_end = gl.load(inputs.RUNS + run * 4 + 5)
             while key < end:
-                stage = count % form.STAGES
+                stage = stage_of(count, form)
                 if count >= form.STAGES:
-                    wait_for(K_FREE + stage)
+                    wait_for(K_FREE + stage, form.CONSUMERS)
                 mbarrier.expect(ring.k_full.index(stage), form.BN * form.D * 2)
                 tma_load(inputs.k, [key, kv_head, 0], ring.k_full.index(stage), ring.k.index(stage))
                 if count >= form.STAGES:
-                    wait_for(V_FREE + stage)
+                    wait_for(V_FREE + stage, form.CONSUMERS)
                 mbarrier.expect(ring.v_full.index(stage), form.BN * form.DV * 2)
                 tma_load(inputs.v, [key, kv_head, 0], ring.v_full.index(stage), ring.v.index(stage))
                 key += form.BN
@@ -172,12 +181,16 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
     publish(ring, slot, 0, -1)
     mbarrier.arrive(ring.fields_full.index(slot), count=1)
     for block in range(gl.maximum(count - form.STAGES, 0), count):  # marks nobody waited for
-        wait_for(K_FREE + block % form.STAGES)
-        wait_for(V_FREE + block % form.STAGES)
+        wait_for(K_FREE + block % form.STAGES, form.CONSUMERS)
+        wait_for(V_FREE + block % form.STAGES, form.CONSUMERS)
+    if form.FRESH_MAX:
+        mbarrier.wait(ring.fields_empty.index(slot), (turn >> 1) & 1)  # they know of the end,
+        mbarrier.wait(ring.fields_empty.index(slot), ((turn >> 1) & 1) ^ 1)  # and all is raised
+        hand_over(inputs.MAX_LOGITS, inputs.FRESH_MAX, inputs.COUNTER + 1, numbers.num_heads)
 
 
 @gluon.jit
-def next_tile(inputs, ring, turn, mine):
+def next_tile(inputs, ring, turn, mine, form: gl.constexpr):
     """The tile that the producer tells of, and the bounds of its first partial run."""
     slot = turn & 1
     mbarrier.wait(ring.fields_full.index(slot), (turn >> 1) & 1)
@@ -194,13 +207,13 @@ def next_tile(inputs, ring, turn, mine):
         row_set = 0
         first = 0
     end = gl.load(inputs.RUNS + first * 4 + 1)
-    lo, hi = bounds(inputs, row_set, mine)
+    lo, hi = bounds(inputs, row_set, mine, form)
     return Tile(row0, row_end, head, first, split, last, key, end), lo, hi
 
 
 @gluon.jit
-def bounds(inputs, row_set, mine):
-    rows = row_set * (2 * HALF) + mine
+def bounds(inputs, row_set, mine, form: gl.constexpr):
+    rows = row_set * form.ROWS + mine
     return gl.load(inputs.ROW_LO + rows), gl.load(inputs.ROW_HI + rows)
 
 
@@ -220,22 +233,26 @@ def scores(s, key, lo, hi, raw_top, numbers, form: gl.constexpr, MASKED: gl.cons
 
 
 @gluon.jit
-def step(q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, scale2, numbers,
-         form: gl.constexpr, MASKED: gl.constexpr, p_l: gl.constexpr, row_l: gl.constexpr):
+def step(cid: gl.constexpr, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero,
+         scale2, numbers, form: gl.constexpr, MASKED: gl.constexpr, p_l: gl.constexpr,
+         row_l: gl.constexpr):
     """Scores of a block of keys while the values of the block before are added up."""
-    stage = count % form.STAGES
-    phase = (count // form.STAGES) & 1
-    next_stage = (count + 1) % form.STAGES
-    next_phase = ((count + 1) // form.STAGES) & 1
+    stage = stage_of(count, form)
+    phase = phase_of(count, form)
+    next_stage = stage_of(count + 1, form)
+    next_phase = phase_of(count + 1, form)
     mbarrier.wait(ring.k_full.index(next_stage), next_phase)
+    take_turn(cid, form)
     s = warpgroup_mma(q, ring.k.index(next_stage).reshape([form.BN, form.D]).permute((1, 0)), zero,
                       use_acc=False, is_async=True)
     mbarrier.wait(ring.v_full.index(stage), phase)
     acc = warpgroup_mma(probs, ring.v.index(stage).reshape([form.BN, form.DV]), acc, is_async=True)
+    pass_turn(cid, form)
     s = warpgroup_mma_wait(1, [s])
-    mark(K_FREE + next_stage)
+    if form.LATE_WAIT == 0:
+        mark(K_FREE + next_stage, form.CONSUMERS)
     s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, MASKED)
-    new_top2 = gl.maximum(top2, gl.max(s, 1) * scale2)
+    new_top2 = gl.maximum(top2, row_max(s, form) * scale2)
     shift = new_top2
     if MASKED:
         shift = gl.where(new_top2 == float("-inf"), 0.0, new_top2)
@@ -243,8 +260,10 @@ def step(q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, sca
     decay = gl.exp2(top2 - shift)
     sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None]
     sums += lane_sums(p, form.BN)
+    if form.LATE_WAIT > 0:
+        mark_behind(K_FREE + next_stage, sums, form)
     acc = warpgroup_mma_wait(0, [acc])
-    mark(V_FREE + stage)
+    mark(V_FREE + stage, form.CONSUMERS)
     probs = gl.convert_layout(p.to(ring.k.dtype), p_l)
     acc = acc * gl.convert_layout(decay, row_l)[:, None]
     return acc, sums, new_top2, raw_top, probs
@@ -277,7 +296,7 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0,
     lse = gl.where(empty, float("-inf"), (top2 + gl.log2(denominator)) * LN2)
     out = acc * gl.convert_layout(1.0 / denominator, row_l)[:, None]
     lse_place = inputs.LSE + rows.to(gl.int64) * numbers.num_heads + head
-    out_rows = row0 + cid * HALF + gl.arange(0, HALF, row_l)
+    out_rows = row0 + cid * PART + gl.arange(0, PART, row_l)
     dim = gl.arange(0, form.DV, gl.SliceLayout(0, o_l))
     place = inputs.OUT + (out_rows.to(gl.int64) * numbers.stride_ot)[:, None]
     place += head.to(gl.int64) * numbers.stride_oh + dim[None, :]
@@ -302,11 +321,11 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0,
     if not form.STAGED:
         gl.store(place, out, mask=inside)
     else:
-        if row_end - row0 == 2 * HALF:  # its queries are not needed any more
-            staged = ring.q.index(2 * buffer + cid)
-            staged.reshape([HALF, form.D]).store(out)
+        if row_end - row0 >= (cid + 1) * PART:  # all its rows; their queries are needed no more
+            staged = ring.q.index(form.CONSUMERS * buffer + cid)
+            staged.reshape([PART, form.D]).store(out)
             fence_async_shared()
-            tma_store(inputs.o, [row0 + cid * HALF, head, 0], staged)
+            tma_store(inputs.o, [row0 + cid * PART, head, 0], staged)
         else:
             gl.store(place, out, mask=inside)
     if form.WANT_MAX:  # last, when nothing waits for it any more
@@ -327,16 +346,18 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     scale2 = numbers.scale * LOG2E
     if form.HAS_SOFTCAP:
         scale2 = numbers.scale * 0.0 + LOG2E
-    mine = cid * HALF + gl.arange(0, HALF, srow_l)
-    zero = gl.zeros([HALF, BN], gl.float32, s_l)
-    acc = gl.zeros([HALF, form.DV], gl.float32, o_l)
-    total = gl.zeros([HALF], gl.float32, srow_l)
-    top2 = gl.full([HALF], float("-inf"), gl.float32, srow_l)
+    mine = cid * PART + gl.arange(0, PART, srow_l)
+    zero = gl.zeros([PART, BN], gl.float32, s_l)
+    acc = gl.zeros([PART, form.DV], gl.float32, o_l)
+    total = gl.zeros([PART], gl.float32, srow_l)
+    top2 = gl.full([PART], float("-inf"), gl.float32, srow_l)
     raw_top = top2
     seen = 0.0
     count = 0
     turn = 0
-    tile, lo, hi = next_tile(inputs, ring, turn, mine)
+    if cid == form.CONSUMERS - 1:
+        pass_turn(cid, form)
+    tile, lo, hi = next_tile(inputs, ring, turn, mine, form)
     # not those of `tile`: a loop carries a name on only if its first value is another one
     old_row0 = 0
     old_end = 0
@@ -348,31 +369,29 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
                 put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, 0, acc,
                          total, top2, raw_top, seen, mine, o_l)
         mbarrier.wait(ring.q_full.index(buffer), (turn // form.Q_BUFFERS) & 1)
-        stage = count % form.STAGES
-        mbarrier.wait(ring.k_full.index(stage), (count // form.STAGES) & 1)
-        q = ring.q.index(2 * buffer + cid).reshape([HALF, form.D])
+        stage = stage_of(count, form)
+        mbarrier.wait(ring.k_full.index(stage), phase_of(count, form))
+        q = ring.q.index(form.CONSUMERS * buffer + cid).reshape([PART, form.D])
         s = warpgroup_mma(q, ring.k.index(stage).reshape([BN, form.D]).permute((1, 0)), zero,
                           use_acc=False, is_async=True)
         if form.Q_BUFFERS == 2:
             if turn > 0:
                 put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, buffer ^ 1,
                          acc, total, top2, raw_top, seen, mine, o_l)
-        if form.WANT_MAX:
-            seen = gl.load(inputs.MAX_LOGITS + tile.head)
         s = warpgroup_mma_wait(0, [s])
-        mark(K_FREE + stage)
+        mark(K_FREE + stage, form.CONSUMERS)
         key = tile.key
-        raw_top = gl.full([HALF], float("-inf"), gl.float32, srow_l)
+        raw_top = gl.full([PART], float("-inf"), gl.float32, srow_l)
         if tile.first < tile.split:
             s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, False)
         else:
             s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, True)
-        top2 = gl.max(s, 1) * scale2
+        top2 = row_max(s, form) * scale2
         shift = gl.where(top2 == float("-inf"), 0.0, top2)
         p = gl.exp2(s * scale2 - shift[:, None])
         sums = lane_sums(p, BN)
         probs = gl.convert_layout(p.to(ring.k.dtype), p_l)
-        acc = gl.zeros([HALF, form.DV], gl.float32, o_l)
+        acc = gl.zeros([PART, form.DV], gl.float32, o_l)
         if form.Q_BUFFERS == 2:
             if turn > 0:  # what was put away has left shared memory by now
                 tma.store_wait(0)
@@ -387,17 +406,22 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
             if run < tile.split:
                 while key < end:
                     acc, sums, top2, raw_top, probs = step(
-                        q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, scale2,
-                        numbers, form, False, p_l, row_l)
+                        cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero,
+                        scale2, numbers, form, False, p_l, row_l)
                     key += BN
                     count += 1
             else:
-                following = gl.minimum(run + 1, tile.last - 1)
-                next_lo, next_hi = bounds(inputs, gl.load(inputs.RUNS + following * 4 + 2), mine)
+                if form.LATE_BOUNDS:  # those of the first such run are in the L1: see next_tile
+                    lo, hi = bounds(inputs, gl.load(inputs.RUNS + run * 4 + 2), mine, form)
+                    next_lo, next_hi = lo, hi
+                else:
+                    following = gl.minimum(run + 1, tile.last - 1)
+                    next_set = gl.load(inputs.RUNS + following * 4 + 2)
+                    next_lo, next_hi = bounds(inputs, next_set, mine, form)
                 while key < end:
                     acc, sums, top2, raw_top, probs = step(
-                        q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero, scale2,
-                        numbers, form, True, p_l, row_l)
+                        cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero,
+                        scale2, numbers, form, True, p_l, row_l)
                     key += BN
                     count += 1
                 lo = next_lo
@@ -406,20 +430,28 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
             end = next_end
         if form.Q_BUFFERS == 1:
             mbarrier.arrive(ring.q_empty.index(0), count=1)
-        stage = count % form.STAGES
-        mbarrier.wait(ring.v_full.index(stage), (count // form.STAGES) & 1)
+        stage = stage_of(count, form)
+        mbarrier.wait(ring.v_full.index(stage), phase_of(count, form))
         acc = warpgroup_mma(probs, ring.v.index(stage).reshape([BN, form.DV]), acc, is_async=True)
+        if form.WANT_MAX:
+            # from the L2, since the L1 keeps what it held when the launch began; here, since this
+            # tile is put away behind the next one's first scores, and nothing asks for it before
+            seen = gl.load(inputs.MAX_LOGITS + tile.head, cache_modifier=".cg")
         old_row0 = tile.row0
         old_end = tile.row_end
         old_head = tile.head
         turn += 1
-        tile, lo, hi = next_tile(inputs, ring, turn, mine)
+        tile, lo, hi = next_tile(inputs, ring, turn, mine, form)
         total = gl.convert_layout(gl.sum(sums, 1), srow_l)
         acc = warpgroup_mma_wait(0, [acc])
-        mark(V_FREE + stage)
+        mark(V_FREE + stage, form.CONSUMERS)
         count += 1
+    if cid == 0:
+        take_turn(cid, form)  # the last one nobody else takes
     put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head,
              (turn + 1) % form.Q_BUFFERS, acc, total, top2, raw_top, seen, mine, o_l)
+    if form.FRESH_MAX:
+        mbarrier.arrive(ring.fields_empty.index(turn & 1), count=1)
     tma.store_wait(0)
 
 
@@ -433,21 +465,27 @@ def second_consumer(inputs, numbers, ring, form: gl.constexpr):
     consumer(1, inputs, numbers, ring, form)
 
 
+@gluon.jit
+def third_consumer(inputs, numbers, ring, form: gl.constexpr):
+    consumer(2, inputs, numbers, ring, form)
+
+
 NUMBERS = ["num_tiles", "section", "num_heads", "group", "num_work"]
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_fwd_kernel(
-    Q, K, V, O, OUT, LSE, MAX_LOGITS, SINK, TILES, RUNS, ROW_LO, ROW_HI, COUNTER,
+    Q, K, V, O, OUT, LSE, MAX_LOGITS, FRESH_MAX, SINK, TILES, RUNS, ROW_LO, ROW_HI, COUNTER,
     scale, softcap, num_tiles, section, num_heads, group, num_work, stride_ot, stride_oh,
     FORM: gl.constexpr,
 ):
     Q_BUFFERS: gl.constexpr = FORM.Q_BUFFERS
     STAGES: gl.constexpr = FORM.STAGES
+    CONSUMERS: gl.constexpr = FORM.CONSUMERS
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     ring = Ring(
-        q=gl.allocate_shared_memory(Q.dtype, [2 * Q_BUFFERS, HALF, 1, FORM.D], Q.layout),
+        q=gl.allocate_shared_memory(Q.dtype, [CONSUMERS * Q_BUFFERS, PART, 1, FORM.D], Q.layout),
         k=gl.allocate_shared_memory(K.dtype, [STAGES, FORM.BN, 1, FORM.D], K.layout),
         v=gl.allocate_shared_memory(V.dtype, [STAGES, FORM.BN, 1, FORM.DV], V.layout),
         fields=gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], plain),
@@ -460,22 +498,32 @@ def hopper_fwd_kernel(
     )
     for i in gl.static_range(Q_BUFFERS):
         mbarrier.init(ring.q_full.index(i), 1)
-        mbarrier.init(ring.q_empty.index(i), 2)
+        mbarrier.init(ring.q_empty.index(i), CONSUMERS)
     for i in gl.static_range(2):
         mbarrier.init(ring.fields_full.index(i), 1)
-        mbarrier.init(ring.fields_empty.index(i), 2)
+        mbarrier.init(ring.fields_empty.index(i), CONSUMERS)
     for i in gl.static_range(STAGES):
         mbarrier.init(ring.k_full.index(i), 1)
         mbarrier.init(ring.v_full.index(i), 1)
     fence_async_shared()
-    inputs = Inputs(Q, K, V, O, OUT, LSE, MAX_LOGITS, SINK, TILES, RUNS, ROW_LO, ROW_HI, COUNTER)
+    inputs = Inputs(
+        Q, K, V, O, OUT, LSE, MAX_LOGITS, FRESH_MAX, SINK, TILES, RUNS, ROW_LO, ROW_HI, COUNTER)
     numbers = Numbers(
         scale, softcap, num_tiles, section, num_heads, group, num_work, stride_ot, stride_oh)
-    gl.warp_specialize([
-        (first_consumer, (inputs, numbers, ring, FORM)),
-        (second_consumer, (inputs, numbers, ring, FORM)),
-        (producer, (inputs, numbers, ring, FORM)),
-    ], [4, 1], [240, 32])
+    # registers of all but the first, which gets what is left of 512 for four threads, one of each
+    if CONSUMERS == 3:
+        gl.warp_specialize([
+            (first_consumer, (inputs, numbers, ring, FORM)),
+            (second_consumer, (inputs, numbers, ring, FORM)),
+            (third_consumer, (inputs, numbers, ring, FORM)),
+            (producer, (inputs, numbers, ring, FORM)),
+        ], [4, 4, 1], [160, 160, 32])
+    else:
+        gl.warp_specialize([
+            (first_consumer, (inputs, numbers, ring, FORM)),
+            (second_consumer, (inputs, numbers, ring, FORM)),
+            (producer, (inputs, numbers, ring, FORM)),
+        ], [4, 1], [240, 32])
 
 
 # fmt: on

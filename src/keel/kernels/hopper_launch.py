@@ -13,15 +13,19 @@ import triton
 from keel._versions import constant_in_traces, launch_stream
 from keel.kernels import flash_fwd
 from keel.kernels.flash_common import compute_capability, num_sms, section_heads
+from keel.kernels.fresh_maxima import maxima_workspace
 from keel.kernels.launch import INTERPRETED, Prepared, Recipe, launch
 from keel.masks import AttnMask
 from keel.meta import Scoring
-from keel.tile_records import ROWS, TileRecords, best_records
+from keel.tile_records import PART, TileRecords, best_records
 
 if TYPE_CHECKING:
     from keel.kernels.hopper_common import Form
 
 GLUON = "triton.experimental.gluon.language.nvidia.hopper"
+
+NARROW_CONSUMERS = 2
+"""Warpgroups that compute at head dims up to 64; 3 are possible there."""
 
 
 def hopper_problem(
@@ -75,22 +79,49 @@ def block_ns(d: int, dv: int, has_softcap: bool) -> tuple[int, ...]:
     return (64, 128) if block_of(d) + block_of(dv) <= 256 and not has_softcap else (64,)
 
 
-def choose_form(d: int, dv: int, bn: int, *, out_matches: bool, **options: bool) -> Form:
+def choose_form(
+    d: int,
+    dv: int,
+    bn: int,
+    *,
+    out_matches: bool,
+    consumers: int = 2,
+    tree: bool | None = None,
+    late_bounds: bool | None = None,
+    late_wait: int = 0,
+    **options: bool,
+) -> Form:
     """What is compiled for head dims and blocks of bn keys.
 
     out_matches: out has the dtype of q, and a layout that TMA can write.
+    consumers: 3 for tiles of 192 rows, where head dims are at most 64.
+    tree, late_bounds: None for where registers ask for it.
     """
     from keel.kernels.hopper_common import Form
 
     block_d, block_dv = block_of(d), block_of(dv)
+    if consumers != 2 and (consumers, block_d, block_dv) != (3, 64, 64):
+        raise ValueError(
+            f"consumers={consumers} with head dims {d} and {dv}: 2 go with all of them, and 3 with "
+            "those up to 64"
+        )
     small = block_d + block_dv <= 256
+    stages = 3 if small and bn == 64 else 2
+    if options.get("turns") and stages != 2:
+        raise ValueError(
+            f"turns go with two stages, and blocks of {bn} keys have {stages}: use 128"
+        )
     staged = small and block_d == block_dv and out_matches and not options.get("accumulate")
     return Form(
         *(block_d, block_dv, bn),
-        stages=3 if small and bn == 64 else 2,
+        stages=stages,
         q_buffers=2 if small else 1,
         staged=staged,
         columns=dv if dv < block_dv else 0,
+        consumers=consumers,
+        tree=consumers == 3 if tree is None else tree,
+        late_bounds=consumers == 3 if late_bounds is None else late_bounds,
+        late_wait=late_wait,
         **options,
     )
 
@@ -112,9 +143,20 @@ def forward(
     max_logits: torch.Tensor | None = None,
     accumulate: bool = False,
     sm_margin: int = 0,
+    fresh_max: bool = False,
     form: Form | None = None,
 ) -> Recipe:
-    """As flash_fwd.forward, for what `hopper_problem` lets through."""
+    """As flash_fwd.forward, for what `hopper_problem` lets through.
+
+    fresh_max: max_logits are set, whatever they hold, and not raised.
+    form: decides on this, too, if given.
+    """
+    if form is not None:
+        fresh_max = form.fresh_max
+    if fresh_max and max_logits is None:
+        raise ValueError("fresh_max=True asks for max_logits, a tensor to write them to: got None")
+    if max_logits is not None and fresh_max and 0 in (q.shape[0], k.shape[0]):
+        max_logits.fill_(-torch.inf)
     if k.shape[0] == 0:  # nothing that a descriptor could describe
         return flash_fwd.forward(
             *(q, k, v, mask, scoring),
@@ -127,18 +169,21 @@ def forward(
 
     # torch's own allocations are aligned, so out always is
     q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))
+    raised = {"MAX_LOGITS": max_logits}
+    if fresh_max:
+        workspace = maxima_workspace(q.shape[1], q.device, _stream_of(q.device))
+        raised = {"MAX_LOGITS": workspace, "FRESH_MAX": max_logits}
     return launch(
         hopper_fwd_kernel,
-        (mask, scoring.scale, scoring.softcap, accumulate, sm_margin, form),
+        (mask, scoring.scale, scoring.softcap, accumulate, sm_margin, fresh_max, form),
         {
             **{"Q": q, "K": k, "V": v, "O": out, "OUT": out, "LSE": lse},
-            **{
-                "MAX_LOGITS": max_logits,
-                "SINK": scoring.sink,
-                "COUNTER": work_counter(0, q.device),
-            },
+            **raised,
+            **{"SINK": scoring.sink, "COUNTER": work_counter(0, q.device)},
         },
-        lambda: _prepare(q, k, v, mask, scoring, out, max_logits, accumulate, sm_margin, form),
+        lambda: _prepare(
+            *(q, k, v, mask, scoring, out, max_logits, accumulate, sm_margin, fresh_max, form)
+        ),
     )
 
 
@@ -152,33 +197,38 @@ def _prepare(
     max_logits: torch.Tensor | None,
     accumulate: bool,
     sm_margin: int,
+    fresh_max: bool,
     form: Form | None,
 ) -> Prepared | None:
     hq, d = q.shape[1:]
     tk, hk, dv = v.shape
     softcap = scoring.softcap > 0
-    records = best_records(mask, block_ns(d, dv, softcap) if form is None else (form.bn,))
-    if form is None:
+    if form is not None:
+        records = best_records(mask, (form.bn,), form.rows)
+    else:
+        consumers = NARROW_CONSUMERS if block_of(d) == block_of(dv) == 64 else 2
+        records = best_records(mask, block_ns(d, dv, softcap), consumers * PART)
         form = choose_form(
             *(d, dv, records.block_n),
             out_matches=out.dtype == q.dtype and can_be_described(out),
+            consumers=consumers,
             has_sink=scoring.sink is not None,
             has_softcap=softcap,
             want_max=max_logits is not None,
+            fresh_max=fresh_max,
             accumulate=accumulate,
         )
     num_work = len(records.tiles) * hq
     if num_work == 0:
         return None
     section = section_heads(hq, hk, tk * (d + dv) * k.element_size(), records.work, q.device)
-    rows = ROWS // 2
     streamed = {
-        "Q": describing(q, (rows, form.d)),
+        "Q": describing(q, (PART, form.d)),
         "K": describing(k, (form.bn, form.d)),
         "V": describing(v, (form.bn, form.dv)),
     }
     if form.staged:
-        streamed["O"] = describing(out, (rows, form.dv))
+        streamed["O"] = describing(out, (PART, form.dv))
     return Prepared(
         (min(num_sms(q.device) - sm_margin, num_work),),
         {
@@ -242,20 +292,27 @@ _counters: dict[tuple[int | None, int], torch.Tensor] = {}
 
 
 def work_counter(sm_margin: int, device: torch.device, stream: int | None = None) -> torch.Tensor:
-    """Where blocks of threads draw their work; zero before and after each launch.
+    """Where blocks of threads draw their work, and where they tell of its end: two zeros before and
+    after each launch.
 
     Launches on one stream follow each other, so they share a counter. A graph may be replayed
     beside anything, so it gets one of its own. `stream`: from `launch_stream`, if it is known.
     """
     if stream is None:
-        stream = launch_stream(device.index)
+        stream = _stream_of(device)
     if stream is None:
-        if torch.cuda.is_current_stream_capturing():
-            return torch.zeros(1, dtype=torch.int32, device=device)
-        stream = torch.cuda.current_stream(device).cuda_stream
+        return torch.zeros(2, dtype=torch.int32, device=device)
     key = (device.index, stream)
     counter = _counters.get(key)
     if counter is None:
         with torch.inference_mode(False):
-            counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+            counter = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
     return counter
+
+
+def _stream_of(device: torch.device) -> int | None:
+    """The current stream; None during the capture of a graph."""
+    stream = launch_stream(device.index)
+    if stream is None and not torch.cuda.is_current_stream_capturing():
+        stream = torch.cuda.current_stream(device).cuda_stream
+    return stream
