@@ -21,6 +21,7 @@ from keel.kernels import (
     flash_bwd,
     flash_common,
     flash_fwd,
+    gradient_sums,
     hopper_bwd,
     hopper_bwd_launch,
     hopper_fwd,
@@ -91,6 +92,7 @@ def stubbed() -> Iterator[Stub]:
         (flash_bwd, "row_terms_kernel"),
         (flash_bwd, "flash_bwd_dkdv_kernel"),
         (flash_bwd, "flash_bwd_dq_kernel"),
+        (gradient_sums, "gradient_sums_kernel"),
     ]
     remembered = (launch._recipes, direct._known, maps._by_layout, hopper_launch._counters)
     with contextlib.ExitStack() as stack:

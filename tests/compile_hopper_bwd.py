@@ -45,7 +45,7 @@ def signature(form: BackwardForm, dtype: str) -> tuple[dict[str, str], dict, dic
             block = [boxes[name], 1, form.d]
             layout = gl.NVMMASharedLayout.get_default_for(block, element)
             types[name] = f"tensordesc<{dtype}{block},{layout!r}>"
-        elif name == "DQ":
+        elif name == "DQ32":
             layout = gl.NVMMASharedLayout.get_default_for([64, 1, 64], gl.float32)
             types[name] = f"tensordesc<fp32[64, 1, 64],{layout!r}>"
         elif name in ROWS:

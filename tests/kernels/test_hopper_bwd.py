@@ -7,6 +7,7 @@ which decodes work, runs and bounds as the kernel does.
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,10 @@ from keel.key_records import KEYS, key_records
 from keel.masks import AttnMask, AttnSlice
 from keel.meta import Scoring
 from keel.reference import attention
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
+)
 
 
 def walk(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
@@ -54,7 +59,7 @@ def walk(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
                     ds = p * (do[rows, head] @ v[keys, kv_head].T - delta[head, rows][:, None])
                     dv += p.T @ do[rows, head]
                     dk += ds.T @ q[rows, head]
-                    tensors["DQ"][rows, head] += (ds @ k[keys, kv_head]).float()
+                    tensors["DQ32"][rows, head] += (ds @ k[keys, kv_head]).float()
         mine = slice(0, key_end - key)
         for out, grad in (("DK_OUT", dk * scale), ("DV_OUT", dv)):
             tensors[out][keys[mine], lane] = grad[mine].to(tensors[out].dtype)
@@ -72,6 +77,7 @@ MASKS = {
 }
 
 
+@interpreted
 @pytest.mark.parametrize(
     ("d", "dv", "splits"), [(64, 64, 1), (128, 128, 1), (128, 128, 2), (96, 40, 4)]
 )
@@ -158,17 +164,29 @@ def test_no_keys_give_zeros():
 )
 def test_who_fills_gradients(options, problem, expected, monkeypatch):
     called = []
+
+    def note(name: str) -> Any:
+        return lambda *args, **options: called.append((name, options))
+
     monkeypatch.setattr(hopper_bwd_launch, "backward_problem", lambda *args: problem)
-    monkeypatch.setattr(hopper_bwd_launch, "backward", lambda *a, **k: called.append("hopper"))
-    monkeypatch.setattr(flash_bwd, "backward", lambda *a, **k: called.append("portable"))
-    x, rows = torch.zeros(4, 2, 64).half(), torch.zeros(2, 4)
-    wanted = {"deterministic": False, "sm_margin": 0, "backend": "hopper"} | options
-    steps = ["row terms"]
-    ops._fill_gradients(
-        *(x, x, x, x, rows, rows, masks.full(4), Scoring(scale=1.0)),
-        **{"dq": x, "dk": x, "dv": x, "dbias": None},
-        **wanted,
-        steps=steps,
+    monkeypatch.setattr(hopper_bwd_launch, "backward", note("hopper"))
+    monkeypatch.setattr(flash_bwd, "backward", note("portable"))
+    rows = torch.zeros(2, 4)
+    zeroed = []
+    monkeypatch.setattr(
+        *(flash_bwd, "row_terms"),
+        lambda *args, dq32, steps: zeroed.append(dq32) or (rows, rows),
     )
-    assert called == [expected]
-    assert (steps == []) == (expected == "hopper")  # else it would be repeated by half
+    x = torch.zeros(4, 2, 64).half()
+    wanted = {"deterministic": False, "sm_margin": 0, "backend": "hopper"} | options
+    ops.gradients(
+        *(x, None, x, x, x, x, rows.T, masks.full(4), Scoring(scale=1.0)),
+        **{"want_dbias": False, "dtype": x.dtype},
+        **wanted,
+    )
+    [(name, given)] = called
+    assert name == expected
+    if expected == "hopper":  # sums begin where zeros were written
+        assert given["dq32"] is zeroed[0] and zeroed[0].dtype == torch.float32
+    else:
+        assert zeroed == [None]

@@ -410,7 +410,7 @@ NUMBERS = ["tq", "splits", "heads_each"]
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_bwd_kernel(
-    Q, K, V, DO, DQ, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS, KEY_LO, KEY_HI,
+    Q, K, V, DO, DQ32, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS, KEY_LO, KEY_HI,
     scale, tq, splits, heads_each,
     FORM: gl.constexpr,
 ):
@@ -426,7 +426,7 @@ def hopper_bwd_kernel(
         k=gl.allocate_shared_memory(K.dtype, [2, HALF, 1, D], K.layout),
         v=gl.allocate_shared_memory(V.dtype, [2, HALF, 1, D], V.layout),
         ds=gl.allocate_shared_memory(K.dtype, [4 * BM // HALF, HALF, HALF], ds_l),
-        dq=gl.allocate_shared_memory(gl.float32, [2, HALF, 1, HALF], DQ.layout),
+        dq=gl.allocate_shared_memory(gl.float32, [2, HALF, 1, HALF], DQ32.layout),
         lse2=gl.allocate_shared_memory(gl.float32, [STAGES, BM], rows_l),
         delta=gl.allocate_shared_memory(gl.float32, [STAGES, BM], rows_l),
         q_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
@@ -440,7 +440,7 @@ def hopper_bwd_kernel(
         mbarrier.init(ring.q_full.index(i), ARRIVALS)
         mbarrier.init(ring.do_full.index(i), ARRIVALS)
     fence_async_shared()
-    inputs = Inputs(Q, K, V, DO, DQ, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS,
+    inputs = Inputs(Q, K, V, DO, DQ32, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS,
                     KEY_LO, KEY_HI)
     numbers = Numbers(scale, tq, splits, heads_each)
     gl.warp_specialize([

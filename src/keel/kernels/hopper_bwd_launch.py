@@ -11,9 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from keel.kernels.flash_common import num_sms, section_heads
+from keel.kernels.gradient_sums import gradient_sums
 from keel.kernels.hopper_launch import block_of, can_be_described, describing, hopper_problem
-from keel.kernels.launch import Prepared, launch
-from keel.kernels.scaled_copy import scaled_copy
+from keel.kernels.launch import Prepared, Recipe, launch
+from keel.kernels.steps import Steps
 from keel.key_records import key_records
 from keel.masks import AttnMask
 from keel.meta import Scoring
@@ -98,18 +99,24 @@ def backward(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
+    dq32: torch.Tensor | None = None,
     splits: int | None = None,
+    steps: Steps | None = None,
 ) -> None:
     """Fills dq, dk, dv, as flash_bwd.backward, for what `backward_problem` lets through.
 
-    dq is added up in fp32 in an order that differs from run to run. The scale is > 0. A sink needs
-    nothing here: lse2 knows of it, and its own gradient follows from lse and delta.
+    dq is added up in fp32 in an order that differs from run to run, in dq32 (tq, hq, d), which is
+    full of zeros; it is made here if it is not given. dq, dk and dv are contiguous. The scale is
+    > 0. A sink needs nothing here: lse2 knows of it, and its own gradient follows from lse and
+    delta. The launches are added to `steps`.
     """
     if 0 in (*q.shape[:2], k.shape[0]):  # nothing that a descriptor could describe
         for x in (dq, dk, dv):
             x.zero_()
+        if steps is not None:
+            steps.clear()
         return
-    (tq, hq, d), (tk, hk, dim_v) = q.shape, v.shape
+    (_, hq, d), (tk, hk, dim_v) = q.shape, v.shape
     block_d = max(block_of(d), block_of(dim_v))
     block_m = HALF * 128 // block_d
     records = key_records(mask, block_m).records
@@ -117,21 +124,30 @@ def backward(
         splits = _splits_for(mask, block_m, hk, hq // hk, num_sms(q.device))
     if (hq // hk) % splits:
         raise ValueError(f"splits must divide the {hq // hk} query heads of a key head: {splits}")
-    dq32 = torch.zeros(tq, hq, d, dtype=torch.float32, device=q.device)
-    parts = [_room_for(x, splits) for x in (dk, dv)]
-    _launch(dout, q, k, v, lse2, delta, mask, records, scoring.scale, splits, dq32, *parts)
-    for whole, part in zip((dk, dv), parts, strict=True):
-        if part is not whole:
-            whole.copy_(part.view(tk, hk, splits, -1).sum(2))
-    scaled_copy(dq32, dq, scoring.scale)
+    if dq32 is None:
+        dq32 = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    parts = {}
+    if splits > 1:
+        sizes = {"DK_OUT": (tk, hk * splits, d), "DV_OUT": (tk, hk * splits, dim_v)}
+        for name, size in sizes.items():
+            parts[name] = torch.empty(size, dtype=torch.float32, device=q.device)
+    dk_out, dv_out = parts.get("DK_OUT", dk), parts.get("DV_OUT", dv)
+    given = (dout, q, k, v)
+    dout, q, k, v = map(_for_tma, given)
+    done = _launch(
+        *(dout, q, k, v, lse2, delta, mask, records, scoring.scale, splits, dq32, dk_out, dv_out)
+    )
+    rest = gradient_sums(dq32, dq, dk_out, dk, dv_out, dv, scoring.scale, splits)
+    if steps is not None:
+        steps.add(done, **parts)
+        steps.add(rest)
+        if any(x is not y for x, y in zip(given, (dout, q, k, v), strict=True)):
+            steps.clear()  # copies are more than launches
 
 
-def _room_for(x: torch.Tensor, splits: int) -> torch.Tensor:
-    """Where the kernel writes dk or dv: x itself where it can."""
-    if splits == 1 and x.is_contiguous() and x.data_ptr() % 16 == 0:
-        return x
-    (tk, hk, dim), dtype = x.shape, torch.float32 if splits > 1 else x.dtype
-    return torch.empty(tk, hk * splits, dim, dtype=dtype, device=x.device)
+def _for_tma(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy where TMA cannot take it."""
+    return x if x.data_ptr() % 16 == 0 and 0 not in x.stride() else x.contiguous().clone()
 
 
 def _launch(
@@ -148,19 +164,15 @@ def _launch(
     dq32: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
-) -> None:
+) -> Recipe:
     """dk and dv are contiguous, (tk, hk * splits, dim)."""
     from keel.kernels.hopper_bwd import hopper_bwd_kernel
 
-    dout, q, k, v = (
-        x if x.data_ptr() % 16 == 0 and 0 not in x.stride() else x.contiguous().clone()
-        for x in (dout, q, k, v)
-    )
-    launch(
+    return launch(
         hopper_bwd_kernel,
         (mask, scale, splits),
         {
-            **{"Q": q, "K": k, "V": v, "DO": dout, "LSE2": lse2, "DELTA": delta, "DQ": dq32},
+            **{"Q": q, "K": k, "V": v, "DO": dout, "LSE2": lse2, "DELTA": delta, "DQ32": dq32},
             **{"DK": dk, "DV": dv, "DK_OUT": dk, "DV_OUT": dv},
         },
         lambda: _prepare(q, k, v, dout, records, scale, splits, dq32, dk, dv),
@@ -191,7 +203,7 @@ def _prepare(
     streamed = {
         **{"Q": describing(q, block), "DO": describing(dout, block)},
         **{"K": describing(k, tile), "V": describing(v, tile)},
-        **{"DQ": describing(dq32, (HALF, HALF))},
+        **{"DQ32": describing(dq32, (HALF, HALF))},
     }
     if form.staged:
         streamed |= {"DK": describing(dk, tile), "DV": describing(dv, tile)}

@@ -1,0 +1,92 @@
+"""How gradients that were summed in fp32 leave: scaled, parts added up, rounded; in one launch.
+
+dq = scale · dq32, and where query heads were cut into parts, dk and dv are the sums of theirs, in
+the order of the parts. Shapes: dq (tq, hq, d), dk (tk, hk, d), their parts (tk, hk · splits, d).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from keel.kernels.launch import Prepared, Recipe, launch
+
+BLOCK = 4096
+EIGHT = tl.constexpr(8)
+"""Sizes come in eighths: a mask that could end anywhere takes loads apart, and twice the time."""
+
+# fmt: off
+
+
+@triton.jit
+def _add_up(
+    PARTS, SUM, scale, block, eighths, SPLITS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """SUM = scale · (sum of parts), for parts (rows, SPLITS, DIM)."""
+    at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < eighths.to(tl.int64) * EIGHT
+    first = PARTS + at
+    if SPLITS > 1:
+        first += (at // DIM) * (DIM * (SPLITS - 1))
+    total = tl.load(first, mask=inside)
+    for part in tl.static_range(1, SPLITS):
+        total += tl.load(first + part * DIM, mask=inside)
+    tl.store(SUM + at, (total * scale).to(SUM.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["dq_eighths", "dk_eighths", "dv_eighths"])
+def gradient_sums_kernel(
+    DQ32, DQ, DK_OUT, DK, DV_OUT, DV, scale, dq_eighths, dk_eighths, dv_eighths,
+    SPLITS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Blocks of dq come first, then those of dk and dv, which without parts are ready."""
+    block = tl.program_id(0)
+    if SPLITS == 1:
+        _add_up(DQ32, DQ, scale, block, dq_eighths, 1, DIM_K, BLOCK)
+    else:
+        dq_blocks = tl.cdiv(dq_eighths, BLOCK // EIGHT)
+        dk_blocks = tl.cdiv(dk_eighths, BLOCK // EIGHT)
+        if block < dq_blocks:
+            _add_up(DQ32, DQ, scale, block, dq_eighths, 1, DIM_K, BLOCK)
+        elif block < dq_blocks + dk_blocks:
+            _add_up(DK_OUT, DK, 1.0, block - dq_blocks, dk_eighths, SPLITS, DIM_K, BLOCK)
+        else:
+            _add_up(DV_OUT, DV, 1.0, block - dq_blocks - dk_blocks, dv_eighths, SPLITS, DIM_V,
+                    BLOCK)
+
+
+# fmt: on
+
+
+def gradient_sums(
+    dq32: torch.Tensor,
+    dq: torch.Tensor,
+    dk_out: torch.Tensor,
+    dk: torch.Tensor,
+    dv_out: torch.Tensor,
+    dv: torch.Tensor,
+    scale: float,
+    splits: int,
+) -> Recipe:
+    """Fills dq, and dk and dv where there are parts. All are contiguous, head dims multiples of 8.
+
+    dk_out and dv_out: the parts; with one, dk and dv themselves.
+    """
+    tensors = {"DQ32": dq32, "DQ": dq, "DK_OUT": dk_out, "DK": dk, "DV_OUT": dv_out, "DV": dv}
+    assert all(x.is_contiguous() and x.shape[2] % 8 == 0 for x in tensors.values())
+
+    def prepare() -> Prepared:
+        summed = (dq, dk, dv) if splits > 1 else (dq,)
+        eighths = {f"{n}_eighths": tensors[n.upper()].numel() // 8 for n in ("dq", "dk", "dv")}
+        return Prepared(
+            (sum(triton.cdiv(x.numel(), BLOCK) for x in summed),),
+            {
+                **{"scale": scale, **eighths, "SPLITS": splits, "BLOCK": BLOCK},
+                **{"DIM_K": dk.shape[2], "DIM_V": dv.shape[2]},
+            },
+            num_warps=8,
+            left_out=() if splits > 1 else ("DK_OUT", "DK", "DV_OUT", "DV"),
+        )
+
+    return launch(gradient_sums_kernel, (scale, splits), {**tensors}, prepare)
