@@ -24,6 +24,10 @@ FORMS = [
     BackwardForm(64, 128, 64, 64),
     BackwardForm(128, 64, 128, 128, staged=False),
     BackwardForm(64, 128, 64, 64, staged=False),
+    BackwardForm(128, 64, 128, 128, persistent=True),
+    BackwardForm(64, 128, 64, 64, persistent=True),
+    BackwardForm(128, 64, 128, 128, staged=False, persistent=True),
+    BackwardForm(64, 128, 64, 64, staged=False, persistent=True),
 ]
 ROWS = {"LSE2", "DELTA"}
 

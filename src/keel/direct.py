@@ -213,7 +213,7 @@ class DirectCall:
         key, steps = None, None
         if dout.stride(-1) != 1:  # as the gradient of a sum
             dout = dout.contiguous()
-        if sink is bias is slopes is offset is None and not self.sm_margin and self.kernel:
+        if sink is bias is slopes is offset is None and self.kernel:
             # all of them: hooks of saved tensors may have changed their layouts
             tensors = (dout, q, k, v, out, lse) if dlse is None else (dout, q, k, v, out, lse, dlse)
             key = (

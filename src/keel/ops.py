@@ -381,12 +381,7 @@ def gradients(
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     q, scoring, factor = _positive_scale(q, scoring)
-    by_hopper = _by_hopper(
-        *(dout, q, k, v, scoring),
-        deterministic=deterministic,
-        sm_margin=sm_margin,
-        backend=backend,
-    )
+    by_hopper = _by_hopper(*(dout, q, k, v, scoring), deterministic=deterministic, backend=backend)
     dq32 = torch.empty(q.shape, dtype=torch.float32, device=q.device) if by_hopper else None
     lse2, delta = flash_bwd.row_terms(out, dout, lse, dlse, dq32=dq32, steps=steps)
     given = (dout, q, k, v, lse2, delta, attn_mask, scoring)
@@ -394,7 +389,9 @@ def gradients(
     if by_hopper:
         from keel.kernels import hopper_bwd_launch
 
-        hopper_bwd_launch.backward(*given, dq=dq, dk=dk, dv=dv, dq32=dq32, steps=steps)
+        hopper_bwd_launch.backward(
+            *given, dq=dq, dk=dk, dv=dv, dq32=dq32, sm_margin=sm_margin, steps=steps
+        )
     else:
         if want_dbias:
             assert bias is not None
@@ -424,14 +421,13 @@ def _by_hopper(
     scoring: Scoring,
     *,
     deterministic: bool,
-    sm_margin: int,
     backend: str,
 ) -> bool:
     """Whether the Hopper backward is wanted and can serve; else the portable one does.
 
-    It adds dq up in an order that differs from run to run, and takes all SMs.
+    It adds dq up in an order that differs from run to run.
     """
-    if backend not in ("auto", "hopper") or sm_margin:
+    if backend not in ("auto", "hopper"):
         return False
     if deterministic or torch.are_deterministic_algorithms_enabled():
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -75,9 +76,9 @@ def test_hopper_kernels_do_not_spill():
 
 def test_hopper_backward_does_not_spill():
     variants = compiled("compile_hopper_bwd.py")
-    assert {(v["d"], v["staged"]) for v in variants} == {
-        (d, staged) for d in (64, 128) for staged in (True, False)
-    }
+    assert {(v["d"], v["staged"], v["persistent"]) for v in variants} == set(
+        itertools.product((64, 128), (True, False), (True, False))
+    )
     for v in variants:
         assert v["shared"] <= SHARED_LIMIT[90], v
         assert v["loop_spills"] == 0, v

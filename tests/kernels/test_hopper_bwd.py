@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,26 @@ interpreted = pytest.mark.skipif(
 )
 
 
+def work_of(prepared: Any) -> Iterator[tuple[int, int]]:
+    """(lane, tile) of each block of threads, or of each of its turns."""
+    given = prepared.arguments
+    if not given["FORM"].persistent:
+        section, num_tiles, sections = prepared.grid
+        for z, y, x in itertools.product(range(sections), range(num_tiles), range(section)):
+            yield z * section + x, y
+        return
+    (grid,), section = prepared.grid, given["section"]
+    in_a_section = given["num_tiles"] * section
+    num_work = given["num_tiles"] * given["num_lanes"]
+    for place in range(grid):
+        for turn in itertools.count():
+            work = turn * grid + (grid - 1 - place if turn & 1 else place)
+            if work >= num_work:
+                break
+            in_section = work % in_a_section
+            yield work // in_a_section * section + in_section % section, in_section // section
+
+
 def walk(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
     """What hopper_bwd_kernel does, on the same arguments."""
     given, form = prepared.arguments, prepared.arguments["FORM"]
@@ -37,9 +58,7 @@ def walk(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
     scale, tq, tk = given["scale"], len(q), len(k)
     assert given["tq"] == tq
     assert prepared.left_out == (() if form.staged else ("DK", "DV"))
-    section, num_tiles, sections = prepared.grid
-    for z, y, x in itertools.product(range(sections), range(num_tiles), range(section)):
-        lane = z * section + x
+    for lane, y in work_of(prepared):
         key, key_end, first, split, last, whole = tiles[y][:6]
         if form.staged and whole:  # TMA clips at the end of the tensor
             assert key_end == min(key + KEYS, tk)
@@ -79,10 +98,11 @@ MASKS = {
 
 @interpreted
 @pytest.mark.parametrize(
-    ("d", "dv", "splits"), [(64, 64, 1), (128, 128, 1), (128, 128, 2), (96, 40, 4)]
+    ("d", "dv", "splits", "margin"),
+    [(64, 64, 1, 0), (128, 128, 1, 2), (128, 128, 2, 0), (96, 40, 4, 1)],  # of 4 SMs
 )
 @pytest.mark.parametrize("name", MASKS)
-def test_gradients_of_the_records(name, d, dv, splits, monkeypatch):
+def test_gradients_of_the_records(name, d, dv, splits, margin, monkeypatch):
     mask, hq, hk = MASKS[name], 4, 1 if d == 96 else 2
     torch.manual_seed(0)
     q = torch.randn(mask.tq, hq, d).half()
@@ -97,13 +117,16 @@ def test_gradients_of_the_records(name, d, dv, splits, monkeypatch):
 
     def launch(kernel: Any, key: Any, tensors: Any, prepare: Any) -> None:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        walk(prepare(), tensors)
+        prepared = prepare()
+        assert margin == 0 or prepared.grid[0] <= 4 - margin
+        walk(prepared, tensors)
 
     monkeypatch.setattr(hopper_bwd_launch, "launch", launch)
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     hopper_bwd_launch.backward(
         *(dout, q, k, v, lse2.T.float().contiguous(), delta.T.float().contiguous(), mask, scoring),
         **dict(zip(("dq", "dk", "dv"), grads, strict=True)),
+        sm_margin=margin,
         splits=splits,
     )
     for ours, right in zip(grads, expected, strict=True):
@@ -156,7 +179,7 @@ def test_no_keys_give_zeros():
         ({}, None, "hopper"),
         ({}, "softcap is not supported", "portable"),
         ({"deterministic": True}, None, "portable"),
-        ({"sm_margin": 4}, None, "portable"),
+        ({"sm_margin": 4}, None, "hopper"),
         ({"backend": "triton"}, None, "portable"),
         ({"backend": "auto"}, None, "hopper"),
         ({"backend": "auto"}, "softcap is not supported", "portable"),
@@ -186,6 +209,7 @@ def test_who_fills_gradients(options, problem, expected, monkeypatch):
     )
     [(name, given)] = called
     assert name == expected
+    assert given["sm_margin"] == wanted["sm_margin"]
     if expected == "hopper":  # sums begin where zeros were written
         assert given["dq32"] is zeroed[0] and zeroed[0].dtype == torch.float32
     else:

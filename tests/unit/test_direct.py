@@ -267,6 +267,20 @@ def test_hopper_backwards_are_repeated(
         assert len(made) == 6 + 2 * (parts > 1)
 
 
+def test_margins_are_repeated_on_hopper(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the portable ones, whose counter is filled each time."""
+    q, k, v = (x.requires_grad_() for x in make())
+    outs = {b: attend(q, k, v, backend=b, sm_margin=4)[0] for b in ("hopper", "triton")}
+    for out in outs.values():
+        gradients(out, (q, k, v), torch.ones_like(out))
+    known = {call.backend: len(call._backwards) for call in direct._known.values()}
+    assert known == {"hopper": 1, "triton": 0}
+    monkeypatch.setattr(direct, "gradients", None)
+    stub.launches.clear()
+    gradients(outs["hopper"], (q, k, v), torch.ones_like(q))
+    assert [name for name, *_ in stub.launches] == HOPPER_BACKWARD
+
+
 def test_hopper_backwards_that_copy_are_not_repeated(stub: Stub) -> None:
     """A dout that TMA cannot take: it is more than launches, and done anew each time."""
     q, k, v = (x.requires_grad_() for x in make())

@@ -484,6 +484,8 @@ def backward(
     if steps is not None:
         for recipe in launched:
             steps.add(recipe)
+        if sm_margin:  # a counter is filled each time
+            steps.clear()
 
 
 @dataclass(frozen=True, slots=True)

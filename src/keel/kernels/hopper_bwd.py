@@ -33,13 +33,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from keel._versions import tma_add, tma_load, tma_store
 from keel.kernels.flash_common import LOG2E
-from keel.kernels.hopper_common import FIELDS, HALF, mark, wait_for
+from keel.kernels.hopper_common import FIELDS, HALF, mark, place_of, wait_for, work_of
 
 # fmt: off
 
 Q_FREE = gl.constexpr(9)
 DO_FREE = gl.constexpr(11)
 """First named barriers of the stages of queries and of dout."""
+KV_FREE = gl.constexpr(14)
+"""Keys and values, where a block of threads stays for more."""
 ARRIVALS = gl.constexpr(1 + 32)
 """At a barrier of a stage: one for the bytes that TMA brings, and each thread's small copies."""
 
@@ -69,6 +71,9 @@ class Numbers(NamedTuple):
     tq: Any
     splits: Any
     heads_each: Any
+    num_tiles: Any
+    section: Any
+    num_lanes: Any
 
 
 class Ring(NamedTuple):
@@ -113,14 +118,18 @@ def hidden_zero():
 
 
 @gluon.jit
-def my_tile(inputs):
+def my_tile(inputs, numbers, form: gl.constexpr, work):
     """A lane is a key head, or a part of the query heads that share one.
 
     The grid is (lanes of a section, tiles, sections), and starts in this order: the longest tiles
-    of the first section first.
+    of the first section first. Blocks of threads that stay count work in the same order.
     """
-    lane = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
-    record = inputs.TILES + gl.program_id(1) * FIELDS
+    if form.PERSISTENT:
+        place, lane = place_of(work, numbers.num_tiles, numbers.section)
+    else:
+        lane = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
+        place = gl.program_id(1)
+    record = inputs.TILES + place * FIELDS
     return Tile(gl.load(record), gl.load(record + 1), lane, gl.load(record + 2),
                 gl.load(record + 3), gl.load(record + 4), gl.load(record + 5))
 
@@ -155,16 +164,19 @@ def bring(inputs, numbers, ring, form: gl.constexpr, count, row, head):
 
 
 @gluon.jit
-def producer(inputs, numbers, ring, form: gl.constexpr):
-    tile = my_tile(inputs)
+def bring_tile(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
+    """Returns the number of blocks brought so far."""
+    tile = my_tile(inputs, numbers, form, work)
     kv_head = tile.lane // numbers.splits
+    if form.PERSISTENT:
+        if turn > 0:
+            wait_for(KV_FREE)
     mbarrier.expect(ring.k_full, 2 * HALF * form.D * 2)
     for half in gl.static_range(2):
         tma_load(inputs.k, [tile.key0 + half * HALF, kv_head, 0], ring.k_full, ring.k.index(half))
     mbarrier.expect(ring.v_full, 2 * HALF * form.D * 2)
     for half in gl.static_range(2):
         tma_load(inputs.v, [tile.key0 + half * HALF, kv_head, 0], ring.v_full, ring.v.index(half))
-    count = 0
     head = tile.lane * numbers.heads_each
     end_head = head + numbers.heads_each
     while head < end_head:
@@ -182,6 +194,23 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
             end = next_end
             run += 1
         head += 1
+    return count
+
+
+@gluon.jit
+def producer(inputs, numbers, ring, form: gl.constexpr):
+    count = 0
+    if form.PERSISTENT:
+        num_work = numbers.num_tiles * numbers.num_lanes
+        turn = 0
+        work = gl.program_id(0)
+        while work < num_work:
+            count = bring_tile(inputs, numbers, ring, form, work, turn, count)
+            turn += 1
+            work = work_of(turn)
+        wait_for(KV_FREE)
+    else:
+        count = bring_tile(inputs, numbers, ring, form, 0, 0, count)
     for block in range(gl.maximum(count - form.STAGES, 0), count):  # marks nobody waited for
         wait_for(Q_FREE + block % form.STAGES)
         wait_for(DO_FREE + block % form.STAGES)
@@ -308,8 +337,7 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
 
 
 @gluon.jit
-def write_rows(POINTER, x, first, end, lane, COLUMNS: gl.constexpr):
-    num_lanes = gl.num_programs(0) * gl.num_programs(2)
+def write_rows(POINTER, x, first, end, lane, num_lanes, COLUMNS: gl.constexpr):
     layout: gl.constexpr = x.type.layout
     rows = first + gl.arange(0, HALF, gl.SliceLayout(1, layout))
     dim = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
@@ -319,15 +347,16 @@ def write_rows(POINTER, x, first, end, lane, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def write_directly(cid: gl.constexpr, inputs, form: gl.constexpr, tile, dk, dv):
+def write_directly(cid: gl.constexpr, inputs, numbers, form: gl.constexpr, tile, dk, dv):
     first = tile.key0 + cid * HALF
-    write_rows(inputs.DV, dv, first, tile.key_end, tile.lane, form.DV_COLUMNS)
-    write_rows(inputs.DK, dk, first, tile.key_end, tile.lane, form.DK_COLUMNS)
+    lanes = numbers.num_lanes
+    write_rows(inputs.DV, dv, first, tile.key_end, tile.lane, lanes, form.DV_COLUMNS)
+    write_rows(inputs.DK, dk, first, tile.key_end, tile.lane, lanes, form.DK_COLUMNS)
 
 
 @gluon.jit
-def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv):
-    tile = my_tile(inputs)  # again: registers are scarce in the loops
+def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, dk, dv):
+    tile = my_tile(inputs, numbers, form, work)  # again: registers are scarce in the loops
     dk = dk * numbers.scale
     if form.STAGED:
         if tile.whole != 0:  # TMA clips at the end of a tensor, not at that of a short tile
@@ -340,13 +369,14 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, d
             tma_store(inputs.dv, [first, tile.lane, 0], ring.v.index(cid))
             tma_store(inputs.dk, [first, tile.lane, 0], ring.k.index(cid))
         else:
-            write_directly(cid, inputs, form, tile, dk, dv)
+            write_directly(cid, inputs, numbers, form, tile, dk, dv)
     else:
-        write_directly(cid, inputs, form, tile, dk, dv)
+        write_directly(cid, inputs, numbers, form, tile, dk, dv)
 
 
 @gluon.jit
-def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
+def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, turn, count):
+    """One tile; returns the number of blocks used so far."""
     BM: gl.constexpr = form.BM
     D: gl.constexpr = form.D
     s_l: gl.constexpr = gl.NVMMADistributedLayout(
@@ -354,16 +384,15 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     kv_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_l, k_width=2)
-    tile = my_tile(inputs)
+    tile = my_tile(inputs, numbers, form, work)
     scale2 = numbers.scale * LOG2E
     mine = cid * HALF + gl.arange(0, HALF, gl.SliceLayout(1, s_l))
     dk = gl.zeros([HALF, D], gl.float32, kv_l)
     dv = gl.zeros([HALF, D], gl.float32, kv_l)
-    count = 0
     head = tile.lane * numbers.heads_each
     end_head = head + numbers.heads_each
-    mbarrier.wait(ring.k_full, 0)
-    mbarrier.wait(ring.v_full, 0)
+    mbarrier.wait(ring.k_full, turn & 1)
+    mbarrier.wait(ring.v_full, turn & 1)
     while head < end_head:
         run = tile.first
         row = gl.load(inputs.RUNS + run * 4)
@@ -391,8 +420,25 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
             end = next_end
             run += 1
         head += 1
-    put_away(cid, inputs, numbers, ring, form, dk, dv)
+    put_away(cid, inputs, numbers, ring, form, work, dk, dv)
     tma.store_wait(0)
+    return count
+
+
+@gluon.jit
+def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
+    count = 0
+    if form.PERSISTENT:
+        num_work = numbers.num_tiles * numbers.num_lanes
+        turn = 0
+        work = gl.program_id(0)
+        while work < num_work:
+            count = work_on(cid, inputs, numbers, ring, form, work, turn, count)
+            mark(KV_FREE)
+            turn += 1
+            work = work_of(turn)
+    else:
+        work_on(cid, inputs, numbers, ring, form, 0, 0, count)
 
 
 @gluon.jit
@@ -405,13 +451,13 @@ def second_consumer(inputs, numbers, ring, form: gl.constexpr):
     consumer(1, inputs, numbers, ring, form)
 
 
-NUMBERS = ["tq", "splits", "heads_each"]
+NUMBERS = ["tq", "splits", "heads_each", "num_tiles", "section", "num_lanes"]
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_bwd_kernel(
     Q, K, V, DO, DQ32, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS, KEY_LO, KEY_HI,
-    scale, tq, splits, heads_each,
+    scale, tq, splits, heads_each, num_tiles, section, num_lanes,
     FORM: gl.constexpr,
 ):
     D: gl.constexpr = FORM.D
@@ -442,7 +488,7 @@ def hopper_bwd_kernel(
     fence_async_shared()
     inputs = Inputs(Q, K, V, DO, DQ32, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS,
                     KEY_LO, KEY_HI)
-    numbers = Numbers(scale, tq, splits, heads_each)
+    numbers = Numbers(scale, tq, splits, heads_each, num_tiles, section, num_lanes)
     gl.warp_specialize([
         (first_consumer, (inputs, numbers, ring, FORM)),
         (second_consumer, (inputs, numbers, ring, FORM)),

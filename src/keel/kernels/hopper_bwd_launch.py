@@ -100,6 +100,7 @@ def backward(
     dk: torch.Tensor,
     dv: torch.Tensor,
     dq32: torch.Tensor | None = None,
+    sm_margin: int = 0,
     splits: int | None = None,
     steps: Steps | None = None,
 ) -> None:
@@ -121,7 +122,7 @@ def backward(
     block_m = HALF * 128 // block_d
     records = key_records(mask, block_m).records
     if splits is None:
-        splits = _splits_for(mask, block_m, hk, hq // hk, num_sms(q.device))
+        splits = _splits_for(mask, block_m, hk, hq // hk, num_sms(q.device) - sm_margin)
     if (hq // hk) % splits:
         raise ValueError(f"splits must divide the {hq // hk} query heads of a key head: {splits}")
     if dq32 is None:
@@ -135,7 +136,8 @@ def backward(
     given = (dout, q, k, v)
     dout, q, k, v = map(_for_tma, given)
     done = _launch(
-        *(dout, q, k, v, lse2, delta, mask, records, scoring.scale, splits, dq32, dk_out, dv_out)
+        *(dout, q, k, v, lse2, delta, mask, records, scoring.scale, splits, sm_margin),
+        *(dq32, dk_out, dv_out),
     )
     rest = gradient_sums(dq32, dq, dk_out, dk, dv_out, dv, scoring.scale, splits)
     if steps is not None:
@@ -161,6 +163,7 @@ def _launch(
     records: TileRecords,
     scale: float,
     splits: int,
+    sm_margin: int,
     dq32: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
@@ -170,12 +173,12 @@ def _launch(
 
     return launch(
         hopper_bwd_kernel,
-        (mask, scale, splits),
+        (mask, scale, splits, sm_margin),
         {
             **{"Q": q, "K": k, "V": v, "DO": dout, "LSE2": lse2, "DELTA": delta, "DQ32": dq32},
             **{"DK": dk, "DV": dv, "DK_OUT": dk, "DV_OUT": dv},
         },
-        lambda: _prepare(q, k, v, dout, records, scale, splits, dq32, dk, dv),
+        lambda: _prepare(q, k, v, dout, records, scale, splits, sm_margin, dq32, dk, dv),
     )
 
 
@@ -187,12 +190,15 @@ def _prepare(
     records: TileRecords,
     scale: float,
     splits: int,
+    sm_margin: int,
     dq32: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> Prepared | None:
     (tq, hq, d), (_, hk, dim_v) = q.shape, v.shape
-    form = choose_backward_form(d, dim_v, outs_match=dk.dtype == dv.dtype == q.dtype)
+    form = choose_backward_form(
+        *(d, dim_v), outs_match=dk.dtype == dv.dtype == q.dtype, persistent=sm_margin > 0
+    )
     lanes = hk * splits
     heads_each = hq // lanes
     if lanes == 0:
@@ -207,11 +213,16 @@ def _prepare(
     }
     if form.staged:
         streamed |= {"DK": describing(dk, tile), "DV": describing(dv, tile)}
+    num_tiles = len(records.tiles)
+    grid: tuple[int, ...] = (section, num_tiles, lanes // section)
+    if form.persistent:
+        grid = (min(num_sms(q.device) - sm_margin, num_tiles * lanes),)
     return Prepared(
-        (section, len(records.tiles), lanes // section),
+        grid,
         {
             **_on_device(records, q.device),
             **{"scale": scale, "tq": tq, "splits": splits, "heads_each": heads_each, "FORM": form},
+            **{"num_tiles": num_tiles, "section": section, "num_lanes": lanes},
         },
         num_warps=4,
         streamed=streamed,
@@ -219,12 +230,14 @@ def _prepare(
     )
 
 
-def choose_backward_form(d: int, dim_v: int, *, outs_match: bool) -> BackwardForm:
+def choose_backward_form(d: int, dim_v: int, *, outs_match: bool, persistent: bool) -> BackwardForm:
     """What is compiled for head dims; outs_match: dk and dv have the dtype of q."""
     from keel.kernels.hopper_common import BackwardForm
 
     block_d = max(block_of(d), block_of(dim_v))
-    return BackwardForm(block_d, HALF * 128 // block_d, d, dim_v, staged=outs_match)
+    return BackwardForm(
+        block_d, HALF * 128 // block_d, d, dim_v, staged=outs_match, persistent=persistent
+    )
 
 
 @functools.lru_cache(maxsize=128)

@@ -41,7 +41,7 @@ class Steps:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(dq, dk, dv) for tensors laid out as before; `stream` is from `launch_stream`.
 
-        For backwards without bias, ALiBi, sink and margin.
+        For backwards without bias, ALiBi and sink.
         """
         empty, device = torch.empty, q.device
         dq = empty(q.shape, dtype=q.dtype, device=device)
