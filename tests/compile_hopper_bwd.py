@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from typing import Any
 
 import triton
@@ -16,8 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from keel.kernels import hopper_bwd
-from keel.kernels.hopper_common import BackwardForm
+from keel.kernels import hopper_bwd, hopper_bwd_dq
+from keel.kernels.hopper_common import BackwardForm, QueryForm
 
 FORMS = [
     BackwardForm(128, 64, 128, 128),
@@ -26,23 +27,38 @@ FORMS = [
     BackwardForm(64, 128, 64, 64, staged=False),
     BackwardForm(128, 64, 128, 128, persistent=True),
     BackwardForm(64, 128, 64, 64, persistent=True),
-    BackwardForm(128, 64, 128, 128, staged=False, persistent=True),
-    BackwardForm(64, 128, 64, 64, staged=False, persistent=True),
+    BackwardForm(128, 64, 128, 128, with_dq=False),
+    BackwardForm(64, 128, 64, 64, with_dq=False),
+]
+QUERY_FORMS = [
+    QueryForm(128, 128, 128),
+    QueryForm(128, 64, 128, stages=3),
+    QueryForm(64, 128, 64),
+    QueryForm(64, 64, 64, stages=3),
+    QueryForm(128, 128, 128, persistent=True),
 ]
 ROWS = {"LSE2", "DELTA"}
 
 
-def signature(form: BackwardForm, dtype: str) -> tuple[dict[str, str], dict, dict]:
+def signature(
+    kernel: Any, form: BackwardForm | QueryForm, dtype: str
+) -> tuple[dict[str, str], dict, dict]:
     """(types, constants, alignments) of a call with contiguous tensors."""
-    boxes = {"Q": form.bm, "DO": form.bm, "K": 64, "V": 64}
+    if isinstance(form, QueryForm):
+        boxes = {"Q": 64, "DO": 64, "K": form.bn, "V": form.bn}
+        outs, absent = {"DQ": 64}, set()
+    else:
+        boxes = {"Q": form.bm, "DO": form.bm, "K": 64, "V": 64}
+        outs, absent = {"DK": 64, "DV": 64}, set() if form.with_dq else {"DQ32"}
     if form.staged:
-        boxes |= {"DK": 64, "DV": 64}
-    absent = {"DK", "DV"} - boxes.keys()
+        boxes |= outs
+    else:
+        absent |= outs.keys()
     element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
     types: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     aligned = {}
-    for index, name in enumerate(hopper_bwd.hopper_bwd_kernel.arg_names):
+    for index, name in enumerate(kernel.arg_names):
         if name == "FORM" or name in absent:
             types[name], constants[(index,)] = "constexpr", form if name == "FORM" else None
         elif name in boxes:
@@ -64,19 +80,24 @@ def signature(form: BackwardForm, dtype: str) -> tuple[dict[str, str], dict, dic
     return types, constants, aligned
 
 
-def compile_form(form: BackwardForm, dtype: str = "bf16") -> Any:
-    types, constants, aligned = signature(form, dtype)
-    source = GluonASTSource(
-        hopper_bwd.hopper_bwd_kernel, types, constexprs=constants, attrs=aligned
-    )
+def compile_form(form: BackwardForm | QueryForm, dtype: str = "bf16") -> Any:
+    kernel = hopper_bwd.hopper_bwd_kernel
+    if isinstance(form, QueryForm):
+        kernel = hopper_bwd_dq.hopper_bwd_dq_kernel
+    types, constants, aligned = signature(kernel, form, dtype)
+    source = GluonASTSource(kernel, types, constexprs=constants, attrs=aligned)
     target = GPUTarget("cuda", 90, 32)
     return triton.compile(source, target=target, options={"num_warps": 4})
 
 
 def main() -> None:
-    for form, dtype in [*((form, "bf16") for form in FORMS), (FORMS[0], "fp16")]:
+    """One JSON line per variant; those named in the arguments alone, by their number."""
+    every = [*((form, "bf16") for form in FORMS + QUERY_FORMS), (FORMS[0], "fp16")]
+    wanted = [every[int(n)] for n in sys.argv[1:]] or every
+    for form, dtype in wanted:
         compiled = compile_form(form, dtype)
-        line = dataclasses.asdict(form) | {"dtype": dtype} | resources(compiled)
+        line = {"form": type(form).__name__} | dataclasses.asdict(form) | {"dtype": dtype}
+        line |= resources(compiled)
         loops = sorted(len(body) for body in loops_of(compiled))
         line |= {"loops": loops, "loop_spills": spills_in_loops(compiled)}
         line["copies"] = sorted(set(re.findall(r"bulk\.tensor\.(\dd)\.", compiled.asm["ptx"])))

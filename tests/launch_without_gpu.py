@@ -24,6 +24,7 @@ from keel.kernels import (
     flash_common,
     flash_fwd,
     hopper_bwd_launch,
+    hopper_dq_launch,
     hopper_launch,
     launch,
     steps,
@@ -54,7 +55,8 @@ def pretend() -> None:
     torch.cuda.is_current_stream_capturing = lambda: False
     for module in (launch, direct, hopper_launch):
         module.launch_stream = lambda index: STREAM
-    for module in (flash_common, flash_fwd, flash_bwd, hopper_launch, hopper_bwd_launch):
+    hopper = (hopper_launch, hopper_bwd_launch, hopper_dq_launch)
+    for module in (flash_common, flash_fwd, flash_bwd, *hopper):
         if hasattr(module, "num_sms"):
             module.num_sms = lambda device: 132
         if hasattr(module, "compute_capability"):
@@ -134,13 +136,18 @@ def main() -> None:
     for x in (q, k, v):
         x.requires_grad_()
     steps.torch = _Torch()
-    for name, parts in (("triton", 1), ("hopper", 1), ("hopper", 2)):
+    for name, parts, options in (
+        ("triton", 1, {}),
+        ("hopper", 1, {}),
+        ("hopper", 2, {"sm_margin": 4}),
+        ("hopper", 2, {"deterministic": True}),
+    ):
         hopper_bwd_launch._splits_for = lambda *args, parts=parts: parts
         direct._known.clear()
-        out, _ = flex_flash_attn_func(q, k, v, mask, backend=name)
+        out, _ = flex_flash_attn_func(q, k, v, mask, backend=name, **options)
         dout = torch.randn_like(out)
         compare(
-            f"{name} backward" + (" in parts" if parts > 1 else ""),
+            " ".join([name, "backward", *options]),
             lambda out=out, dout=dout: list(
                 torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
             ),

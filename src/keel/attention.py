@@ -60,7 +60,7 @@ def flex_flash_attn_func(
         max_logits_out: (hq,) fp32 (fp64 for fp64 inputs) running maximum, raised in place;
             implies return_max_logits, and `meta.max_logits` is this buffer.
         deterministic: bitwise repeatable gradients; only a broadcast bias has to pay for it, and
-            backend "hopper", which then takes the portable backward.
+            backend "hopper", which then makes dq in a pass of its own.
         sm_margin: SMs left free for other kernels, 0 <= sm_margin < SMs.
         backend: "auto", "hopper", "triton", "blocked" or "reference"; an explicit one never falls
             back.

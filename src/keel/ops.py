@@ -381,8 +381,11 @@ def gradients(
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     q, scoring, factor = _positive_scale(q, scoring)
-    by_hopper = _by_hopper(*(dout, q, k, v, scoring), deterministic=deterministic, backend=backend)
-    dq32 = torch.empty(q.shape, dtype=torch.float32, device=q.device) if by_hopper else None
+    deterministic |= torch.are_deterministic_algorithms_enabled()
+    by_hopper = _by_hopper(dout, q, k, v, scoring, backend)
+    dq32 = None
+    if by_hopper and not deterministic:
+        dq32 = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     lse2, delta = flash_bwd.row_terms(out, dout, lse, dlse, dq32=dq32, steps=steps)
     given = (dout, q, k, v, lse2, delta, attn_mask, scoring)
     dbias = None
@@ -390,7 +393,14 @@ def gradients(
         from keel.kernels import hopper_bwd_launch
 
         hopper_bwd_launch.backward(
-            *given, dq=dq, dk=dk, dv=dv, dq32=dq32, sm_margin=sm_margin, steps=steps
+            *given,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            dq32=dq32,
+            deterministic=deterministic,
+            sm_margin=sm_margin,
+            steps=steps,
         )
     else:
         if want_dbias:
@@ -402,7 +412,7 @@ def gradients(
             dk=dk,
             dv=dv,
             dbias=dbias,
-            deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+            deterministic=deterministic,
             sm_margin=sm_margin,
             steps=steps,
         )
@@ -419,17 +429,10 @@ def _by_hopper(
     k: torch.Tensor,
     v: torch.Tensor,
     scoring: Scoring,
-    *,
-    deterministic: bool,
     backend: str,
 ) -> bool:
-    """Whether the Hopper backward is wanted and can serve; else the portable one does.
-
-    It adds dq up in an order that differs from run to run.
-    """
+    """Whether the Hopper backward is wanted and can serve; else the portable one does."""
     if backend not in ("auto", "hopper"):
-        return False
-    if deterministic or torch.are_deterministic_algorithms_enabled():
         return False
     from keel.kernels import hopper_bwd_launch
 

@@ -45,6 +45,16 @@ def test_bitwise_what_torch_gives(tokens, d, dim_v, splits, dtype, monkeypatch):
     assert all(x[-1].isnan() for x in outs.values())
 
 
+def test_parts_alone():
+    """Where dq is ready."""
+    dq = torch.full((2, 2, 8), torch.nan)
+    dk, dv = torch.empty(3, 1, 8), torch.empty(3, 1, 16)
+    parts = torch.randn(3, 2, 8), torch.randn(3, 2, 16)
+    gradient_sums(None, dq, parts[0], dk, parts[1], dv, 0.3, 2)
+    assert dq.isnan().all()
+    assert torch.equal(dk[:, 0], parts[0].sum(1)) and torch.equal(dv[:, 0], parts[1].sum(1))
+
+
 @pytest.mark.parametrize("with_dlse", [False, True])
 @pytest.mark.parametrize(("tokens", "d", "dim_v"), [(1, 64, 64), (70, 40, 24), (128, 24, 96)])
 def test_row_terms_zero_on_the_way(tokens, d, dim_v, with_dlse):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from keel import masks, ops
-from keel.kernels import flash_bwd, hopper_bwd_launch
+from keel.kernels import flash_bwd, hopper_bwd_launch, hopper_dq_launch
 from keel.kernels.blocked import backward as blocked_backward
 from keel.key_records import KEYS, key_records
 from keel.masks import AttnMask, AttnSlice
@@ -31,6 +31,7 @@ interpreted = pytest.mark.skipif(
 def work_of(prepared: Any) -> Iterator[tuple[int, int]]:
     """(lane, tile) of each block of threads, or of each of its turns."""
     given = prepared.arguments
+    num_lanes = given["num_lanes" if "num_lanes" in given else "num_heads"]
     if not given["FORM"].persistent:
         section, num_tiles, sections = prepared.grid
         for z, y, x in itertools.product(range(sections), range(num_tiles), range(section)):
@@ -38,7 +39,7 @@ def work_of(prepared: Any) -> Iterator[tuple[int, int]]:
         return
     (grid,), section = prepared.grid, given["section"]
     in_a_section = given["num_tiles"] * section
-    num_work = given["num_tiles"] * given["num_lanes"]
+    num_work = given["num_tiles"] * num_lanes
     for place in range(grid):
         for turn in itertools.count():
             work = turn * grid + (grid - 1 - place if turn & 1 else place)
@@ -58,6 +59,7 @@ def walk(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
     scale, tq, tk = given["scale"], len(q), len(k)
     assert given["tq"] == tq
     assert prepared.left_out == (() if form.staged else ("DK", "DV"))
+    assert form.with_dq == (tensors["DQ32"] is not None)
     for lane, y in work_of(prepared):
         key, key_end, first, split, last, whole = tiles[y][:6]
         if form.staged and whole:  # TMA clips at the end of the tensor
@@ -78,10 +80,41 @@ def walk(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
                     ds = p * (do[rows, head] @ v[keys, kv_head].T - delta[head, rows][:, None])
                     dv += p.T @ do[rows, head]
                     dk += ds.T @ q[rows, head]
-                    tensors["DQ32"][rows, head] += (ds @ k[keys, kv_head]).float()
+                    if form.with_dq:
+                        tensors["DQ32"][rows, head] += (ds @ k[keys, kv_head]).float()
         mine = slice(0, key_end - key)
         for out, grad in (("DK_OUT", dk * scale), ("DV_OUT", dv)):
             tensors[out][keys[mine], lane] = grad[mine].to(tensors[out].dtype)
+
+
+def walk_queries(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """What hopper_bwd_dq_kernel does, on the same arguments."""
+    given, form = prepared.arguments, prepared.arguments["FORM"]
+    q, k, v, do = (tensors[name].double() for name in ("Q", "K", "V", "DO"))
+    lse2, delta = tensors["LSE2"].double(), tensors["DELTA"].double()
+    lo, hi = (given[n].view(-1, KEYS) for n in ("ROW_LO", "ROW_HI"))
+    tiles, runs = given["TILES"].tolist(), given["RUNS"].tolist()
+    assert prepared.left_out == (() if form.staged else ("DQ",))
+    for head, y in work_of(prepared):
+        row, row_end, first, split, last, row_set, *first_run = tiles[y]
+        assert first_run == runs[first][:2] and (split == last or row_set == runs[split][2])
+        rows = torch.arange(row, min(row + KEYS, given["tq"]))  # all that TMA brings
+        dq = torch.zeros(len(rows), q.shape[2], dtype=q.dtype)
+        for run in range(first, last):
+            begin, end, row_set, _ = runs[run]
+            for key in range(begin, end, form.bn):
+                keys = torch.arange(key, min(key + form.bn, len(k)))
+                kv_head = head // given["group"]
+                s = q[rows, head] @ k[keys, kv_head].T * given["scale"]
+                p = torch.exp2(s * 1.4426950408889634 - lse2[head, rows][:, None])
+                if run >= split:
+                    low, high = (b[row_set, : len(rows), None] for b in (lo, hi))
+                    p = torch.where((keys >= low) & (keys < high), p, 0.0)
+                ds = p * (do[rows, head] @ v[keys, kv_head].T - delta[head, rows][:, None])
+                dq += ds @ k[keys, kv_head]
+        mine = slice(0, row_end - row)
+        assert tensors["DQ_OUT"][rows[mine], head].isnan().all()  # written once
+        tensors["DQ_OUT"][rows[mine], head] = (dq * given["scale"])[mine].to(q.dtype).half()
 
 
 MASKS = {
@@ -98,11 +131,17 @@ MASKS = {
 
 @interpreted
 @pytest.mark.parametrize(
-    ("d", "dv", "splits", "margin"),
-    [(64, 64, 1, 0), (128, 128, 1, 2), (128, 128, 2, 0), (96, 40, 4, 1)],  # of 4 SMs
+    ("d", "dv", "splits", "margin", "deterministic"),
+    [  # margins of 4 SMs
+        (64, 64, 1, 0, False),
+        (128, 128, 1, 2, False),
+        (128, 128, 2, 0, True),
+        (96, 40, 4, 1, False),
+        (64, 64, 1, 1, True),
+    ],
 )
 @pytest.mark.parametrize("name", MASKS)
-def test_gradients_of_the_records(name, d, dv, splits, margin, monkeypatch):
+def test_gradients_of_the_records(name, d, dv, splits, margin, deterministic, monkeypatch):
     mask, hq, hk = MASKS[name], 4, 1 if d == 96 else 2
     torch.manual_seed(0)
     q = torch.randn(mask.tq, hq, d).half()
@@ -119,13 +158,16 @@ def test_gradients_of_the_records(name, d, dv, splits, margin, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         prepared = prepare()
         assert margin == 0 or prepared.grid[0] <= 4 - margin
-        walk(prepared, tensors)
+        walks[kernel.__name__](prepared, tensors)
 
+    walks = {"hopper_bwd_kernel": walk, "hopper_bwd_dq_kernel": walk_queries}
     monkeypatch.setattr(hopper_bwd_launch, "launch", launch)
+    monkeypatch.setattr(hopper_dq_launch, "launch", launch)
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     hopper_bwd_launch.backward(
         *(dout, q, k, v, lse2.T.float().contiguous(), delta.T.float().contiguous(), mask, scoring),
         **dict(zip(("dq", "dk", "dv"), grads, strict=True)),
+        deterministic=deterministic,
         sm_margin=margin,
         splits=splits,
     )
@@ -178,7 +220,7 @@ def test_no_keys_give_zeros():
     [
         ({}, None, "hopper"),
         ({}, "softcap is not supported", "portable"),
-        ({"deterministic": True}, None, "portable"),
+        ({"deterministic": True}, None, "hopper"),
         ({"sm_margin": 4}, None, "hopper"),
         ({"backend": "triton"}, None, "portable"),
         ({"backend": "auto"}, None, "hopper"),
@@ -210,7 +252,8 @@ def test_who_fills_gradients(options, problem, expected, monkeypatch):
     [(name, given)] = called
     assert name == expected
     assert given["sm_margin"] == wanted["sm_margin"]
-    if expected == "hopper":  # sums begin where zeros were written
+    assert given["deterministic"] == wanted["deterministic"]
+    if expected == "hopper" and not wanted["deterministic"]:  # sums begin at zeros
         assert given["dq32"] is zeroed[0] and zeroed[0].dtype == torch.float32
     else:
         assert zeroed == [None]

@@ -14,7 +14,7 @@ import torch
 
 TESTS = Path(__file__).parents[1]
 CALLS = ["triton forward", "triton sink", "hopper forward", "hopper sink", "triton backward"]
-CALLS += ["hopper backward", "hopper backward in parts"]
+CALLS += ["hopper backward", "hopper backward sm_margin", "hopper backward deterministic"]
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the fake driver has to be compiled")

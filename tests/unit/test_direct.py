@@ -51,6 +51,7 @@ def map_of(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 HOPPER_BACKWARD = ["row_terms_kernel", "hopper_bwd_kernel", "gradient_sums_kernel"]
+ORDERED_BACKWARD = [*HOPPER_BACKWARD[:2], "hopper_bwd_dq_kernel"]
 
 
 def gradients(out: torch.Tensor, inputs: Any, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -308,7 +309,33 @@ def test_a_flag_of_torch_ends_repetition(stub: Stub) -> None:
         finally:
             torch.use_deterministic_algorithms(False)
         names = [name for name, *_ in stub.launches]
-        assert ("hopper_bwd_kernel" in names) == (not wanted)
+        assert names == (ORDERED_BACKWARD if wanted else HOPPER_BACKWARD)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_dq_in_a_fixed_order_is_repeated(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    monkeypatch.setattr(hopper_bwd_launch, "_splits_for", lambda *args: parts)
+    q, k, v = (x.requires_grad_() for x in make())
+    out, _ = attend(q, k, v, deterministic=True)
+    gradients(out, (q, k, v), torch.ones_like(out))
+    monkeypatch.setattr(direct, "gradients", None)
+    stub.launches.clear()
+    dout = torch.ones_like(out)
+    dq, dk, dv = gradients(out, (q, k, v), dout)
+    names = [name for name, *_ in stub.launches]
+    assert names == ORDERED_BACKWARD + HOPPER_BACKWARD[2:] * (parts > 1)
+    terms, keys, queries = (arguments for _, _, arguments in stub.launches[:3])
+    lse2, delta = terms[4:6]
+    assert all(map_of(x) in keys and map_of(x) in queries for x in (q, k, v, dout))
+    assert {lse2, delta} <= {x for x in keys if isinstance(x, int)}
+    assert map_of(dq) in queries and [lse2, delta, dq.data_ptr()] == queries[35:38]
+    if parts == 1:
+        assert map_of(dk) in keys and map_of(dv) in keys
+    else:
+        sums = stub.launches[3][2]
+        assert dk.data_ptr() in sums and dv.data_ptr() in sums and dq.data_ptr() not in sums
 
 
 def test_descriptors_are_bounded(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,27 +40,26 @@ def gradient_sums_kernel(
     DQ32, DQ, DK_OUT, DK, DV_OUT, DV, scale, dq_eighths, dk_eighths, dv_eighths,
     SPLITS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Blocks of dq come first, then those of dk and dv, which without parts are ready."""
+    """Blocks of dq come last; dk and dv are ready where there are no parts, dq without DQ32."""
     block = tl.program_id(0)
     if SPLITS == 1:
         _add_up(DQ32, DQ, scale, block, dq_eighths, 1, DIM_K, BLOCK)
     else:
-        dq_blocks = tl.cdiv(dq_eighths, BLOCK // EIGHT)
         dk_blocks = tl.cdiv(dk_eighths, BLOCK // EIGHT)
-        if block < dq_blocks:
-            _add_up(DQ32, DQ, scale, block, dq_eighths, 1, DIM_K, BLOCK)
-        elif block < dq_blocks + dk_blocks:
-            _add_up(DK_OUT, DK, 1.0, block - dq_blocks, dk_eighths, SPLITS, DIM_K, BLOCK)
-        else:
-            _add_up(DV_OUT, DV, 1.0, block - dq_blocks - dk_blocks, dv_eighths, SPLITS, DIM_V,
-                    BLOCK)
+        dv_blocks = tl.cdiv(dv_eighths, BLOCK // EIGHT)
+        if block < dk_blocks:
+            _add_up(DK_OUT, DK, 1.0, block, dk_eighths, SPLITS, DIM_K, BLOCK)
+        elif block < dk_blocks + dv_blocks:
+            _add_up(DV_OUT, DV, 1.0, block - dk_blocks, dv_eighths, SPLITS, DIM_V, BLOCK)
+        elif DQ32 is not None:
+            _add_up(DQ32, DQ, scale, block - dk_blocks - dv_blocks, dq_eighths, 1, DIM_K, BLOCK)
 
 
 # fmt: on
 
 
 def gradient_sums(
-    dq32: torch.Tensor,
+    dq32: torch.Tensor | None,
     dq: torch.Tensor,
     dk_out: torch.Tensor,
     dk: torch.Tensor,
@@ -69,15 +68,18 @@ def gradient_sums(
     scale: float,
     splits: int,
 ) -> Recipe:
-    """Fills dq, and dk and dv where there are parts. All are contiguous, head dims multiples of 8.
+    """Fills dq if there is dq32, and dk and dv if there are parts.
+
+    All are contiguous, with head dims that are multiples of 8.
 
     dk_out and dv_out: the parts; with one, dk and dv themselves.
     """
-    tensors = {"DQ32": dq32, "DQ": dq, "DK_OUT": dk_out, "DK": dk, "DV_OUT": dv_out, "DV": dv}
+    tensors = {"DQ": dq, "DK_OUT": dk_out, "DK": dk, "DV_OUT": dv_out, "DV": dv}
     assert all(x.is_contiguous() and x.shape[2] % 8 == 0 for x in tensors.values())
+    assert splits > 1 or dq32 is not None, "there is nothing to do"
 
     def prepare() -> Prepared:
-        summed = (dq, dk, dv) if splits > 1 else (dq,)
+        summed = ([] if dq32 is None else [dq]) + ([dk, dv] if splits > 1 else [])
         eighths = {f"{n}_eighths": tensors[n.upper()].numel() // 8 for n in ("dq", "dk", "dv")}
         return Prepared(
             (sum(triton.cdiv(x.numel(), BLOCK) for x in summed),),
@@ -86,7 +88,10 @@ def gradient_sums(
                 **{"DIM_K": dk.shape[2], "DIM_V": dv.shape[2]},
             },
             num_warps=8,
-            left_out=() if splits > 1 else ("DK_OUT", "DK", "DV_OUT", "DV"),
+            left_out=(
+                *(() if splits > 1 else ("DK_OUT", "DK", "DV_OUT", "DV")),
+                *(() if dq32 is not None else ("DQ32", "DQ")),
+            ),
         )
 
-    return launch(gradient_sums_kernel, (scale, splits), {**tensors}, prepare)
+    return launch(gradient_sums_kernel, (scale, splits), {**tensors, "DQ32": dq32}, prepare)

@@ -9,7 +9,8 @@ probabilities and their gradients are operands in registers of
     dv += pᵀ dout        dk += dsᵀ q
 
 and only ds goes through shared memory, where both consumers find all of it for dq = ds k. Each of
-them makes half of dq and has TMA add it up in fp32; dk and dv are written once.
+them makes half of dq and has TMA add it up in fp32; dk and dv are written once. dq may also be left
+to `hopper_bwd_dq`: the order in which TMA adds differs from run to run.
 
 A mask is the rows [lo, hi) that see a key, two numbers for each of the two keys of a thread. Blocks
 of rows that hang over the end are masked, as are keys that a short tile does not have. Keys that
@@ -255,11 +256,12 @@ def probability(s, ring, stage, half: gl.constexpr, row, lo, hi, scale2, MASKED:
 
 
 @gluon.jit
-def score_gradient(p, dp, ring, stage, half: gl.constexpr, place):
-    """ds, also into its place in shared memory."""
+def score_gradient(p, dp, ring, form: gl.constexpr, stage, half: gl.constexpr, place):
+    """ds, also into its place in shared memory where dq is wanted."""
     delta = ring.delta.index(stage).slice(half * HALF, HALF).load(gl.SliceLayout(0, p.type.layout))
     ds = (p * (dp - delta[None, :])).to(ring.k.dtype)
-    ring.ds.index(place).store(ds)
+    if form.WITH_DQ:
+        ring.ds.index(place).store(ds)
     return ds
 
 
@@ -291,7 +293,7 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
         p = probability(s, ring, stage, 0, row, lo, hi, scale2, MASKED)
         dp = warpgroup_mma_wait(0, [dp])
         dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do0, dv, is_async=True)
-        ds = score_gradient(p, dp, ring, stage, 0, buffer + cid)
+        ds = score_gradient(p, dp, ring, form, stage, 0, buffer + cid)
     else:
         q1 = q.slice(HALF, HALF)
         do1 = do.slice(HALF, HALF)
@@ -301,38 +303,45 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
         p = probability(s, ring, stage, 0, row, lo, hi, scale2, MASKED)
         dp = warpgroup_mma_wait(2, [dp])
         dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do0, dv, is_async=True)
-        ds = score_gradient(p, dp, ring, stage, 0, buffer + 2 * cid)
+        ds = score_gradient(p, dp, ring, form, stage, 0, buffer + 2 * cid)
         dk = warpgroup_mma(gl.convert_layout(ds, a_l), q0, dk, is_async=True)
         s1 = warpgroup_mma_wait(3, [s1])
         p1 = probability(s1, ring, stage, 1, row, lo, hi, scale2, MASKED)
         dp1 = warpgroup_mma_wait(2, [dp1])
         dv = warpgroup_mma(gl.convert_layout(p1.to(ring.k.dtype), a_l), do1, dv, is_async=True)
-        ds = score_gradient(p1, dp1, ring, stage, 1, buffer + 2 * cid + 1)
-    fence_async_shared()
-    meet()
-    dq = zero
-    for half in gl.static_range(2):
-        k = ring.k.index(first + half).reshape([HALF, D])
-        if PARTS == 1:  # 64 columns of dq, those of this consumer
-            ds_half = ring.ds.index(buffer + half)
-            k = k.slice(cid * HALF, HALF, dim=1)
-        else:  # 64 rows
-            ds_half = ring.ds.index(buffer + 2 * half + cid)
-        dq = warpgroup_mma(ds_half.permute((1, 0)), k, dq, use_acc=half > 0, is_async=True)
-    dk = warpgroup_mma(gl.convert_layout(ds, a_l), q.slice(BM - HALF, HALF), dk, is_async=True)
-    dv = warpgroup_mma_wait(3, [dv])
-    mark(DO_FREE + stage)
-    dq = warpgroup_mma_wait(1, [dq])
-    tma.store_wait(0)  # the dq before this one has left shared memory
-    staged = ring.dq.index(cid)
-    staged.reshape([HALF, HALF]).store(dq)
-    fence_async_shared()
-    if PARTS == 1:
-        tma_add(inputs.dq, [row, head, cid * HALF], staged)
-    elif row + cid * HALF < numbers.tq:  # nothing is sent that lies outside altogether
-        tma_add(inputs.dq, [row + cid * HALF, head, 0], staged)
-    dk = warpgroup_mma_wait(0, [dk])
-    mark(Q_FREE + stage)
+        ds = score_gradient(p1, dp1, ring, form, stage, 1, buffer + 2 * cid + 1)
+    if not form.WITH_DQ:
+        dk = warpgroup_mma(gl.convert_layout(ds, a_l), q.slice(BM - HALF, HALF), dk, is_async=True)
+        dv = warpgroup_mma_wait(1, [dv])
+        mark(DO_FREE + stage)
+        dk = warpgroup_mma_wait(0, [dk])
+        mark(Q_FREE + stage)
+    else:
+        fence_async_shared()
+        meet()
+        dq = zero
+        for half in gl.static_range(2):
+            k = ring.k.index(first + half).reshape([HALF, D])
+            if PARTS == 1:  # 64 columns of dq, those of this consumer
+                ds_half = ring.ds.index(buffer + half)
+                k = k.slice(cid * HALF, HALF, dim=1)
+            else:  # 64 rows
+                ds_half = ring.ds.index(buffer + 2 * half + cid)
+            dq = warpgroup_mma(ds_half.permute((1, 0)), k, dq, use_acc=half > 0, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, a_l), q.slice(BM - HALF, HALF), dk, is_async=True)
+        dv = warpgroup_mma_wait(3, [dv])
+        mark(DO_FREE + stage)
+        dq = warpgroup_mma_wait(1, [dq])
+        tma.store_wait(0)  # the dq before this one has left shared memory
+        staged = ring.dq.index(cid)
+        staged.reshape([HALF, HALF]).store(dq)
+        fence_async_shared()
+        if PARTS == 1:
+            tma_add(inputs.dq, [row, head, cid * HALF], staged)
+        elif row + cid * HALF < numbers.tq:  # nothing is sent that lies outside altogether
+            tma_add(inputs.dq, [row + cid * HALF, head, 0], staged)
+        dk = warpgroup_mma_wait(0, [dk])
+        mark(Q_FREE + stage)
     return dk, dv
 
 
@@ -361,9 +370,10 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work,
     if form.STAGED:
         if tile.whole != 0:  # TMA clips at the end of a tensor, not at that of a short tile
             first = tile.key0 + cid * HALF
-            # values are read by their own consumer alone, keys by both
+            # values are read by their own consumer alone; keys by both, for dq
             ring.v.index(cid).reshape([HALF, form.D]).store(dv.to(ring.v.dtype))
-            meet()
+            if form.WITH_DQ:
+                meet()
             ring.k.index(cid).reshape([HALF, form.D]).store(dk.to(ring.k.dtype))
             fence_async_shared()
             tma_store(inputs.dv, [first, tile.lane, 0], ring.v.index(cid))
@@ -466,13 +476,18 @@ def hopper_bwd_kernel(
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     ds_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HALF], K.dtype)
     rows_l: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ds = None
+    dq = None
+    if FORM.WITH_DQ:
+        ds = gl.allocate_shared_memory(K.dtype, [4 * BM // HALF, HALF, HALF], ds_l)
+        dq = gl.allocate_shared_memory(gl.float32, [2, HALF, 1, HALF], DQ32.layout)
     ring = Ring(
         q=gl.allocate_shared_memory(Q.dtype, [STAGES, BM, 1, D], Q.layout),
         do=gl.allocate_shared_memory(DO.dtype, [STAGES, BM, 1, D], DO.layout),
         k=gl.allocate_shared_memory(K.dtype, [2, HALF, 1, D], K.layout),
         v=gl.allocate_shared_memory(V.dtype, [2, HALF, 1, D], V.layout),
-        ds=gl.allocate_shared_memory(K.dtype, [4 * BM // HALF, HALF, HALF], ds_l),
-        dq=gl.allocate_shared_memory(gl.float32, [2, HALF, 1, HALF], DQ32.layout),
+        ds=ds,
+        dq=dq,
         lse2=gl.allocate_shared_memory(gl.float32, [STAGES, BM], rows_l),
         delta=gl.allocate_shared_memory(gl.float32, [STAGES, BM], rows_l),
         q_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from keel.kernels.flash_common import num_sms, section_heads
 from keel.kernels.gradient_sums import gradient_sums
+from keel.kernels.hopper_dq_launch import fill_dq
 from keel.kernels.hopper_launch import block_of, can_be_described, describing, hopper_problem
 from keel.kernels.launch import Prepared, Recipe, launch
 from keel.kernels.steps import Steps
@@ -100,6 +101,7 @@ def backward(
     dk: torch.Tensor,
     dv: torch.Tensor,
     dq32: torch.Tensor | None = None,
+    deterministic: bool = False,
     sm_margin: int = 0,
     splits: int | None = None,
     steps: Steps | None = None,
@@ -107,9 +109,9 @@ def backward(
     """Fills dq, dk, dv, as flash_bwd.backward, for what `backward_problem` lets through.
 
     dq is added up in fp32 in an order that differs from run to run, in dq32 (tq, hq, d), which is
-    full of zeros; it is made here if it is not given. dq, dk and dv are contiguous. The scale is
-    > 0. A sink needs nothing here: lse2 knows of it, and its own gradient follows from lse and
-    delta. The launches are added to `steps`.
+    full of zeros; it is made here if it is not given. With `deterministic`, dq has a kernel of its
+    own instead. dq, dk and dv are contiguous. The scale is > 0. A sink needs nothing here: lse2
+    knows of it, and its own gradient follows from lse and delta. The launches are added to `steps`.
     """
     if 0 in (*q.shape[:2], k.shape[0]):  # nothing that a descriptor could describe
         for x in (dq, dk, dv):
@@ -125,7 +127,9 @@ def backward(
         splits = _splits_for(mask, block_m, hk, hq // hk, num_sms(q.device) - sm_margin)
     if (hq // hk) % splits:
         raise ValueError(f"splits must divide the {hq // hk} query heads of a key head: {splits}")
-    if dq32 is None:
+    if deterministic:
+        dq32 = None
+    elif dq32 is None:
         dq32 = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     parts = {}
     if splits > 1:
@@ -133,16 +137,21 @@ def backward(
         for name, size in sizes.items():
             parts[name] = torch.empty(size, dtype=torch.float32, device=q.device)
     dk_out, dv_out = parts.get("DK_OUT", dk), parts.get("DV_OUT", dv)
-    given = (dout, q, k, v)
+    given, scale = (dout, q, k, v), scoring.scale
     dout, q, k, v = map(_for_tma, given)
-    done = _launch(
-        *(dout, q, k, v, lse2, delta, mask, records, scoring.scale, splits, sm_margin),
-        *(dq32, dk_out, dv_out),
-    )
-    rest = gradient_sums(dq32, dq, dk_out, dk, dv_out, dv, scoring.scale, splits)
+    rows = (lse2, delta)
+    launched = [
+        _launch(
+            *(dout, q, k, v, *rows, mask, records, scale, splits, sm_margin, dq32, dk_out, dv_out)
+        )
+    ]
+    if deterministic:
+        launched.append(fill_dq(dout, q, k, v, *rows, mask, scale, dq=dq, sm_margin=sm_margin))
+    if splits > 1 or not deterministic:
+        launched.append(gradient_sums(dq32, dq, dk_out, dk, dv_out, dv, scale, splits))
     if steps is not None:
-        steps.add(done, **parts)
-        steps.add(rest)
+        for recipe in launched:
+            steps.add(recipe, **parts)
         if any(x is not y for x, y in zip(given, (dout, q, k, v), strict=True)):
             steps.clear()  # copies are more than launches
 
@@ -164,7 +173,7 @@ def _launch(
     scale: float,
     splits: int,
     sm_margin: int,
-    dq32: torch.Tensor,
+    dq32: torch.Tensor | None,
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> Recipe:
@@ -191,13 +200,16 @@ def _prepare(
     scale: float,
     splits: int,
     sm_margin: int,
-    dq32: torch.Tensor,
+    dq32: torch.Tensor | None,
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> Prepared | None:
     (tq, hq, d), (_, hk, dim_v) = q.shape, v.shape
     form = choose_backward_form(
-        *(d, dim_v), outs_match=dk.dtype == dv.dtype == q.dtype, persistent=sm_margin > 0
+        *(d, dim_v),
+        outs_match=dk.dtype == dv.dtype == q.dtype,
+        persistent=sm_margin > 0,
+        with_dq=dq32 is not None,
     )
     lanes = hk * splits
     heads_each = hq // lanes
@@ -209,8 +221,9 @@ def _prepare(
     streamed = {
         **{"Q": describing(q, block), "DO": describing(dout, block)},
         **{"K": describing(k, tile), "V": describing(v, tile)},
-        **{"DQ32": describing(dq32, (HALF, HALF))},
     }
+    if dq32 is not None:
+        streamed["DQ32"] = describing(dq32, (HALF, HALF))
     if form.staged:
         streamed |= {"DK": describing(dk, tile), "DV": describing(dv, tile)}
     num_tiles = len(records.tiles)
@@ -230,13 +243,18 @@ def _prepare(
     )
 
 
-def choose_backward_form(d: int, dim_v: int, *, outs_match: bool, persistent: bool) -> BackwardForm:
+def choose_backward_form(
+    d: int, dim_v: int, *, outs_match: bool, persistent: bool, with_dq: bool
+) -> BackwardForm:
     """What is compiled for head dims; outs_match: dk and dv have the dtype of q."""
     from keel.kernels.hopper_common import BackwardForm
 
     block_d = max(block_of(d), block_of(dim_v))
     return BackwardForm(
-        block_d, HALF * 128 // block_d, d, dim_v, staged=outs_match, persistent=persistent
+        *(block_d, HALF * 128 // block_d, d, dim_v),
+        staged=outs_match,
+        persistent=persistent,
+        with_dq=with_dq,
     )
 
 

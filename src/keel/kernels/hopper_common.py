@@ -67,6 +67,25 @@ class BackwardForm(Constants):
     """dk and dv leave through shared memory, in the place of their keys and values, by TMA."""
     persistent: bool = False
     """Blocks of threads stay and take one tile after the other, on fewer SMs than there are."""
+    with_dq: bool = True
+    """Else `hopper_bwd_dq` makes it, in a fixed order."""
+
+
+@dataclass(frozen=True)
+class QueryForm(Constants):
+    """What a variant of dq in a fixed order is compiled for."""
+
+    d: int
+    """Columns of blocks, 64 or 128; heads may have fewer."""
+    bn: int
+    """Keys of a block."""
+    columns: int
+    """Of heads."""
+    stages: int = 2
+    """Blocks of keys and values in shared memory."""
+    staged: bool = True
+    """dq leaves through shared memory, in the place of its queries, by TMA."""
+    persistent: bool = False
 
 
 @gluon.jit

@@ -50,7 +50,7 @@ class Steps:
         tensors: Tensors = dict.fromkeys(ABSENT)
         tensors |= {
             **{"Q": q, "K": k, "V": v, "OUT": out, "LSE": lse},
-            **{"DOUT": dout, "DO": dout, "DLSE": dlse, "DQ": dq},
+            **{"DOUT": dout, "DO": dout, "DLSE": dlse, "DQ": dq, "DQ_OUT": dq},
             **{"DK": dk, "DK_OUT": dk, "DV": dv, "DV_OUT": dv, "DVAL": dv},
         }
         for name, (shape, dtype) in self.room.items():
