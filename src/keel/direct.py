@@ -211,9 +211,9 @@ class DirectCall:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Optional, Optional]:
         """(dq, dk, dv, dsink, dbias) in the dtypes of what they belong to."""
         key, steps = None, None
-        if dout.stride(-1) != 1:  # as the gradient of a sum
-            dout = dout.contiguous()
         if sink is bias is slopes is offset is None and self.kernel:
+            if dout.stride(-1) != 1:  # as the gradient of a sum
+                dout = dout.contiguous()
             # all of them: hooks of saved tensors may have changed their layouts
             tensors = (dout, q, k, v, out, lse) if dlse is None else (dout, q, k, v, out, lse, dlse)
             key = (

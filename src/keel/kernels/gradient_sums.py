@@ -21,36 +21,34 @@ EIGHT = tl.constexpr(8)
 
 @triton.jit
 def _add_up(
-    PARTS, SUM, scale, block, eighths, SPLITS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS, SUM, scale, block, eighths, splits, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """SUM = scale · (sum of parts), for parts (rows, SPLITS, DIM)."""
+    """SUM = scale · (sum of parts), for parts (rows, splits, DIM)."""
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < eighths.to(tl.int64) * EIGHT
-    first = PARTS + at
-    if SPLITS > 1:
-        first += (at // DIM) * (DIM * (SPLITS - 1))
+    first = PARTS + at + (at // DIM) * (DIM * (splits - 1))
     total = tl.load(first, mask=inside)
-    for part in tl.static_range(1, SPLITS):
+    for part in range(1, splits):  # not unrolled: masks differ in it, and would wait for compilers
         total += tl.load(first + part * DIM, mask=inside)
     tl.store(SUM + at, (total * scale).to(SUM.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["dq_eighths", "dk_eighths", "dv_eighths"])
+@triton.jit(do_not_specialize=["dq_eighths", "dk_eighths", "dv_eighths", "splits"])
 def gradient_sums_kernel(
-    DQ32, DQ, DK_OUT, DK, DV_OUT, DV, scale, dq_eighths, dk_eighths, dv_eighths,
-    SPLITS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, BLOCK: tl.constexpr,
+    DQ32, DQ, DK_OUT, DK, DV_OUT, DV, scale, dq_eighths, dk_eighths, dv_eighths, splits,
+    HAS_PARTS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Blocks of dq come last; dk and dv are ready where there are no parts, dq without DQ32."""
     block = tl.program_id(0)
-    if SPLITS == 1:
+    if not HAS_PARTS:
         _add_up(DQ32, DQ, scale, block, dq_eighths, 1, DIM_K, BLOCK)
     else:
         dk_blocks = tl.cdiv(dk_eighths, BLOCK // EIGHT)
         dv_blocks = tl.cdiv(dv_eighths, BLOCK // EIGHT)
         if block < dk_blocks:
-            _add_up(DK_OUT, DK, 1.0, block, dk_eighths, SPLITS, DIM_K, BLOCK)
+            _add_up(DK_OUT, DK, 1.0, block, dk_eighths, splits, DIM_K, BLOCK)
         elif block < dk_blocks + dv_blocks:
-            _add_up(DV_OUT, DV, 1.0, block - dk_blocks, dv_eighths, SPLITS, DIM_V, BLOCK)
+            _add_up(DV_OUT, DV, 1.0, block - dk_blocks, dv_eighths, splits, DIM_V, BLOCK)
         elif DQ32 is not None:
             _add_up(DQ32, DQ, scale, block - dk_blocks - dv_blocks, dq_eighths, 1, DIM_K, BLOCK)
 
@@ -84,8 +82,9 @@ def gradient_sums(
         return Prepared(
             (sum(triton.cdiv(x.numel(), BLOCK) for x in summed),),
             {
-                **{"scale": scale, **eighths, "SPLITS": splits, "BLOCK": BLOCK},
-                **{"DIM_K": dk.shape[2], "DIM_V": dv.shape[2]},
+                **{"scale": scale, **eighths, "splits": splits},
+                **{"DIM_K": dk.shape[2], "DIM_V": dv.shape[2], "BLOCK": BLOCK},
+                "HAS_PARTS": splits > 1,
             },
             num_warps=8,
             left_out=(
