@@ -42,7 +42,7 @@ def runs_plainly(*tensors: torch.Tensor) -> bool:
         modes = torch.overrides._get_current_function_mode_stack()
         if any(type(mode) is not DeviceContext for mode in modes):
             return False
-    return _PLAIN.issuperset(map(type, tensors))
+    return _PLAIN.issuperset(map(type, tensors)) and not any(x.is_neg() for x in tensors)
 
 
 def apply_plainly(function: type[torch.autograd.Function], *inputs: Any) -> Any:

@@ -17,7 +17,7 @@ from keel.masks.inputs import mask_of_tensors, remembered, tensors_of_mask
 from keel.masks.intervals import UNBOUNDED
 from keel.masks.mask import MAX_TOKENS, RangesLike, TypesLike
 from keel.meta import AttnForwardMeta, Scoring
-from keel.ops import attention, choose_attention_backend, settled_backend
+from keel.ops import attention, choose_attention_backend, in_a_row, settled_backend
 
 
 def flex_flash_attn_func(
@@ -59,11 +59,11 @@ def flex_flash_attn_func(
         return_max_logits: fill `meta.max_logits`.
         max_logits_out: (hq,) fp32 (fp64 for fp64 inputs) running maximum, raised in place;
             implies return_max_logits, and `meta.max_logits` is this buffer.
-        deterministic: bitwise repeatable gradients; only a broadcast bias has to pay for it, and
-            backend "hopper", which then makes dq in a pass of its own.
+        deterministic: bitwise repeatable gradients. A broadcast bias has to pay for it, and so do
+            Hopper GPUs, whose own backward adds dq up in any order: dq is made apart then.
         sm_margin: SMs left free for other kernels, 0 <= sm_margin < SMs.
         backend: "auto", "hopper", "triton", "blocked" or "reference"; an explicit one never falls
-            back.
+            back, but for backwards that "hopper" has not, which are the portable ones.
 
     Returns:
         out (tq, hq, dv) in q's dtype, and `AttnForwardMeta` with lse (tq, hq) and max_logits (hq,).
@@ -216,6 +216,9 @@ def _attend(
 
     mask: tensors as operators take them, for q and k that have been checked; or one that is ready.
     """
+    # what keys and kernels see is what counts, not the object that came
+    return_max_logits, deterministic = bool(return_max_logits), bool(deterministic)
+    sink, alibi_slopes, alibi_offset = map(in_a_row, (sink, alibi_slopes, alibi_offset))
     others = (sink, bias, alibi_slopes, alibi_offset, max_logits_out)
     plain = runs_plainly(q, k, v, *[x for x in others if x is not None])
     key = None
@@ -251,7 +254,7 @@ def _attend(
         assert isinstance(mask, AttnMask)
         call = DirectCall(
             *(q, v, mask, scoring),
-            want_max=bool(return_max_logits) or max_logits_out is not None,
+            want_max=return_max_logits or max_logits_out is not None,
             deterministic=deterministic,
             sm_margin=sm_margin,
             backend=settled_backend(chosen, q, k, v, scoring),

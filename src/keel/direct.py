@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from keel._versions import apply_plainly, launch_stream, runs_plainly
+from keel.bounded import make_room
 from keel.masks import AttnMask
 from keel.masks.inputs import tensors_of_mask
 from keel.meta import Scoring
-from keel.ops import attn_fwd, forward_kernel, gradients
+from keel.ops import as_kernels_take_it, attn_fwd, forward_kernel, gradients
 
 Optional = torch.Tensor | None
 
@@ -70,8 +71,7 @@ def remember(key: Hashable, call: DirectCall) -> None:
         return
     from keel.kernels import launch
 
-    while len(_known) >= launch.MAX_RECIPES:
-        _known.pop(next(iter(_known)), None)
+    make_room(_known, launch.MAX_RECIPES)
     _known[key] = call
 
 
@@ -212,8 +212,7 @@ class DirectCall:
         """(dq, dk, dv, dsink, dbias) in the dtypes of what they belong to."""
         key, steps = None, None
         if sink is bias is slopes is offset is None and self.kernel:
-            if dout.stride(-1) != 1:  # as the gradient of a sum
-                dout = dout.contiguous()
+            dout = as_kernels_take_it(dout)
             # all of them: hooks of saved tensors may have changed their layouts
             tensors = (dout, q, k, v, out, lse) if dlse is None else (dout, q, k, v, out, lse, dlse)
             key = (

@@ -162,6 +162,11 @@ def num_sms(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def in_a_row(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Numbers as kernels read them, side by side; one sink for all heads may come expanded."""
+    return x.contiguous() if isinstance(x, torch.Tensor) and not x.is_contiguous() else x
+
+
 def _scoring(
     sink: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -173,10 +178,10 @@ def _scoring(
     return Scoring(
         scale=scale,
         softcap=softcap,
-        sink=sink,
+        sink=in_a_row(sink),
         bias=bias,
-        alibi_slopes=alibi_slopes,
-        alibi_offset=alibi_offset,
+        alibi_slopes=in_a_row(alibi_slopes),
+        alibi_offset=in_a_row(alibi_offset),
     )
 
 
@@ -378,7 +383,7 @@ def gradients(
         return dq, dk, dv, dsink, dbias
     from keel.kernels import flash_bwd
 
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    dout = as_kernels_take_it(dout)
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     q, scoring, factor = _positive_scale(q, scoring)
     deterministic |= torch.are_deterministic_algorithms_enabled()
@@ -421,6 +426,11 @@ def gradients(
     if sink is not None:
         dsink = _sink_gradient(sink, lse, delta.T)
     return dq, dk, dv, dsink, dbias
+
+
+def as_kernels_take_it(dout: torch.Tensor) -> torch.Tensor:
+    """Rows of numbers that lie in memory, each in its own place: sums send expanded ones."""
+    return dout if dout.stride(-1) == 1 and 0 not in dout.stride() else dout.contiguous()
 
 
 def _by_hopper(

@@ -42,7 +42,11 @@ def test_straight_launches_give_what_operators_give(backend):
         got = run(*tensors, dout, backend)
         with FlopCounterMode(display=False):  # takes the operators
             expected = run(*tensors, dout, backend)
-        assert all(map(torch.equal, got, expected))
+        for n, (a, b) in enumerate(zip(got, expected, strict=True)):
+            if backend == "hopper" and n == 3:  # dq, added up in any order
+                torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+            else:
+                assert torch.equal(a, b)
         kept.append((tensors, got))  # addresses change
     (call,) = direct._known.values()
     assert call._recipe.straight is not None, "Triton's launcher was not recognised"

@@ -119,3 +119,25 @@ def test_equal_masks_and_batched_calls_are_known() -> None:
         assert torch.equal(by_batch.flatten(0, 1), by_mask)
     values = {call.mask for call in direct._known.values()}
     assert len(direct._known) == len(values)
+
+
+@pytest.mark.parametrize("name", ["sink", "alibi_slopes"])
+@pytest.mark.parametrize("counted", [False, True])
+def test_numbers_per_head_of_any_stride(name: str, counted: bool) -> None:
+    """One number for all heads, expanded, and a column of a matrix; gradients reach them."""
+    q, k, v = make(0)
+    wide = torch.rand(HQ, 3).requires_grad_(name == "sink")
+    for numbers in (wide[0, :1].expand(HQ), wide[:, 1]):
+        results = []
+        for given, backend in ((numbers, "triton"), (numbers.contiguous(), "blocked")):
+            call: dict[str, Any] = {name: given, "backend": backend}
+            if counted:
+                with FlopCounterMode(display=False):
+                    out, meta = flex_flash_attn_func(q, k, v, MASK, **call)
+            else:
+                out, meta = flex_flash_attn_func(q, k, v, MASK, **call)
+            leaves = [q, k, v, wide] if name == "sink" else [q, k, v]
+            grads = torch.autograd.grad(out.square().sum(), leaves)
+            results.append([out.detach(), meta.lse.detach(), *grads])
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)

@@ -297,21 +297,6 @@ def test_hopper_backwards_that_copy_are_not_repeated(stub: Stub) -> None:
     assert not any(call._backwards for call in direct._known.values())
 
 
-def test_a_flag_of_torch_ends_repetition(stub: Stub) -> None:
-    q, k, v = (x.requires_grad_() for x in make())
-    out, _ = attend(q, k, v)
-    for wanted in (False, True, False):
-        torch.use_deterministic_algorithms(wanted)
-        try:
-            for _ in range(2):
-                stub.launches.clear()
-                gradients(out, (q, k, v), torch.ones_like(out))
-        finally:
-            torch.use_deterministic_algorithms(False)
-        names = [name for name, *_ in stub.launches]
-        assert names == (ORDERED_BACKWARD if wanted else HOPPER_BACKWARD)
-
-
 @pytest.mark.parametrize("parts", [1, 2])
 def test_dq_in_a_fixed_order_is_repeated(
     stub: Stub, monkeypatch: pytest.MonkeyPatch, parts: int
@@ -517,3 +502,41 @@ def test_the_benchmark_runs_without_a_gpu(tmp_path: Path, capsys: Any) -> None:
     assert len(kinds) == len(rows) == 10 and all(row.us > 0 for row in rows)
     assert len((tmp_path / "host_cost_stub.csv").read_text().splitlines()) == 11
     assert not direct._known
+
+
+def test_flags_of_any_sort_are_what_they_say(stub: Stub) -> None:
+    q, k, v = make()
+    flag = torch.tensor(False)
+    assert attend(q, k, v, return_max_logits=flag)[1].max_logits is None
+    flag.fill_(True)
+    assert attend(q, k, v, return_max_logits=flag)[1].max_logits is not None
+    assert attend(q, k, v, return_max_logits=[])[1].max_logits is None
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, _ = attend(*leaves, deterministic=None)  # what FlashAttention's callers mean by "default"
+    torch.autograd.grad(out.sum(), leaves)
+
+
+def test_deterministic_mode_is_asked_at_each_backward(stub: Stub) -> None:
+    leaves = [x.requires_grad_() for x in make()]
+    out, _ = attend(*leaves)
+    seen = []
+    for mode in (False, True, True, False, False):
+        torch.use_deterministic_algorithms(mode)
+        try:
+            stub.launches.clear()
+            stub.compiled.clear()
+            torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        names = {name for name, *_ in stub.launches} | set(stub.compiled)
+        seen.append("hopper_bwd_dq_kernel" in names)
+    assert seen == [False, True, True, False, False]
+
+
+def test_expanded_tensors_are_not_described(stub: Stub) -> None:
+    q, k, v = make()
+    one_head = k[:, :1].expand(-1, HK, -1)
+    with pytest.raises(ValueError, match="not 0"):
+        attend(q, one_head, v)
+    attend(q, one_head, v, backend="triton")
+    assert stub.compiled == ["flash_fwd_kernel"]

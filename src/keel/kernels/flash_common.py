@@ -241,6 +241,8 @@ def device_plan(
         offset, length = places["ramps"]
         ramps = packed[offset : offset + length].view(-1, plan.ramps.shape[1])
         lo, hi = draw_row_sets(ramps, plan.num_row_sets, plan.block_m)
+        if device.type == "cuda":  # other streams will read it without asking
+            torch.cuda.current_stream(device).synchronize()
         del arrays["RAMPS"]
         if side == "q":  # its runs name row sets themselves
             del arrays["SET_BASE"]

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 
+MAX_TOKENS = 65_535 * 64
+"""Tiles are one dim of the grid, which ends there; two neighbours hold more than 128 tokens."""
+
 HALF = 64
 """Keys of one consumer."""
 
@@ -50,6 +53,8 @@ def backward_problem(
         return f"head dims are {q.shape[2]} and {v.shape[2]}, at most 128 are supported"
     if scoring.softcap > 0:
         return "softcap is not supported"
+    if max(q.shape[0], k.shape[0]) > MAX_TOKENS:
+        return f"{q.shape[0]} queries or {k.shape[0]} keys are more than {MAX_TOKENS}"
     if dout.dtype != q.dtype or not can_be_described(dout):
         return f"dout is {dout.dtype} with strides {dout.stride()}, it must be like q"
     return None

@@ -19,6 +19,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from keel._versions import CLauncher, c_launcher, has_launch_hooks, launch_stream
+from keel.bounded import make_room
 from keel.kernels.tensor_maps import TensorMaps, tensor_maps
 
 logger = logging.getLogger("keel")
@@ -78,8 +79,7 @@ def launch(
     recipe = _recipes.get(found)
     if recipe is None:
         recipe = Recipe(kernel, prepare(), tensors, aligned)
-        while len(_recipes) >= MAX_RECIPES:
-            _recipes.pop(next(iter(_recipes)), None)
+        make_room(_recipes, MAX_RECIPES)
         _recipes[found] = recipe
     recipe.run(tensors)
     return recipe

@@ -10,6 +10,8 @@ import copy
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from keel.bounded import make_room
+
 MAX_ADDRESSES = 1024
 """Of one layout, about half a kilobyte each; the oldest go first."""
 
@@ -27,8 +29,7 @@ class TensorMaps(dict[int, Any]):
 
     def __missing__(self, address: int) -> Any:
         made = self._encode(address)
-        while len(self) >= MAX_ADDRESSES:
-            self.pop(next(iter(self)), None)
+        make_room(self, MAX_ADDRESSES)
         self[address] = made
         return made
 
@@ -54,8 +55,8 @@ def tensor_maps(descriptor: Any, form: Any, expand: Callable[[Any, Any], list[An
         one.base = _Address(address)
         return expand(one, form)[0]
 
-    if key not in _by_layout:
-        while len(_by_layout) >= MAX_LAYOUTS:
-            _by_layout.pop(next(iter(_by_layout)), None)
-        _by_layout[key] = TensorMaps(encode)
-    return _by_layout[key]
+    found = _by_layout.get(key)
+    if found is None:
+        make_room(_by_layout, MAX_LAYOUTS)
+        found = _by_layout[key] = TensorMaps(encode)
+    return found
