@@ -21,8 +21,11 @@ from keel.kernels import (
     flash_bwd,
     flash_common,
     flash_fwd,
+    gradient_sums,
     hopper_bwd,
+    hopper_bwd_dq,
     hopper_bwd_launch,
+    hopper_dq_launch,
     hopper_fwd,
     hopper_launch,
     launch,
@@ -87,10 +90,12 @@ def stubbed() -> Iterator[Stub]:
     kernels = [
         (hopper_fwd, "hopper_fwd_kernel"),
         (hopper_bwd, "hopper_bwd_kernel"),
+        (hopper_bwd_dq, "hopper_bwd_dq_kernel"),
         (flash_fwd, "flash_fwd_kernel"),
         (flash_bwd, "row_terms_kernel"),
         (flash_bwd, "flash_bwd_dkdv_kernel"),
         (flash_bwd, "flash_bwd_dq_kernel"),
+        (gradient_sums, "gradient_sums_kernel"),
     ]
     remembered = (launch._recipes, direct._known, maps._by_layout, hopper_launch._counters)
     with contextlib.ExitStack() as stack:
@@ -105,7 +110,8 @@ def stubbed() -> Iterator[Stub]:
         replace(launch, "c_launcher", stub.c_launcher)
         replace(launch, "has_launch_hooks", lambda: stub.hooked)
         replace(torch.cuda, "is_current_stream_capturing", lambda: False)
-        for module in (flash_common, flash_fwd, flash_bwd, hopper_launch, hopper_bwd_launch):
+        hopper = (hopper_launch, hopper_bwd_launch, hopper_dq_launch)
+        for module in (flash_common, flash_fwd, flash_bwd, *hopper):
             for name, value in (("num_sms", 132), ("compute_capability", (9, 0))):
                 if hasattr(module, name):
                     replace(module, name, lambda device, value=value: value)

@@ -1,6 +1,6 @@
 """Compiles the Hopper backward without a GPU, and reads registers, spills, loops and copies.
 
-python tests/compile_hopper_bwd.py
+python tests/compile_hopper_bwd.py        # a minute or two; "few" of them in less
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from typing import Any
 
 import triton
@@ -16,36 +17,61 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from keel.kernels import hopper_bwd
-from keel.kernels.hopper_common import BackwardForm
+from keel.kernels import hopper_bwd, hopper_bwd_dq
+from keel.kernels.hopper_common import BackwardForm, QueryForm
 
-FORMS = [
-    BackwardForm(128, 64, 128, 128),
-    BackwardForm(64, 128, 64, 64),
-    BackwardForm(128, 64, 128, 128, staged=False),
-    BackwardForm(64, 128, 64, 64, staged=False),
+FEW: list[tuple[BackwardForm | QueryForm, str]] = [
+    (BackwardForm(128, 64, 128, 128), "bf16"),
+    (BackwardForm(64, 128, 64, 64), "bf16"),
+    (BackwardForm(128, 64, 128, 128, staged=False), "bf16"),
+    (BackwardForm(128, 64, 128, 128, persistent=True), "bf16"),
+    (BackwardForm(128, 64, 128, 128, with_dq=False), "bf16"),
+    (QueryForm(128, 128, 128), "bf16"),
+    (QueryForm(64, 64, 64, stages=3), "fp16"),
+]
+MORE: list[tuple[BackwardForm | QueryForm, str]] = [
+    (BackwardForm(128, 64, 128, 128), "fp16"),
+    (BackwardForm(64, 128, 64, 64, staged=False), "bf16"),
+    (BackwardForm(64, 128, 64, 64, persistent=True), "bf16"),
+    (BackwardForm(128, 64, 128, 128, staged=False, persistent=True), "bf16"),
+    (BackwardForm(64, 128, 64, 64, staged=False, persistent=True), "bf16"),
+    (BackwardForm(64, 128, 64, 64, with_dq=False), "bf16"),
+    (BackwardForm(128, 64, 128, 128, staged=False, with_dq=False), "bf16"),
+    (BackwardForm(128, 64, 128, 128, persistent=True, with_dq=False), "bf16"),
+    (QueryForm(128, 64, 128, stages=3), "bf16"),
+    (QueryForm(64, 128, 64), "bf16"),
+    (QueryForm(128, 128, 128, staged=False), "bf16"),
+    (QueryForm(128, 128, 128, persistent=True), "bf16"),
 ]
 ROWS = {"LSE2", "DELTA"}
 
 
-def signature(form: BackwardForm, dtype: str) -> tuple[dict[str, str], dict, dict]:
+def signature(
+    kernel: Any, form: BackwardForm | QueryForm, dtype: str
+) -> tuple[dict[str, str], dict, dict]:
     """(types, constants, alignments) of a call with contiguous tensors."""
-    boxes = {"Q": form.bm, "DO": form.bm, "K": 64, "V": 64}
+    if isinstance(form, QueryForm):
+        boxes = {"Q": 64, "DO": 64, "K": form.bn, "V": form.bn}
+        outs, absent = {"DQ": 64}, set()
+    else:
+        boxes = {"Q": form.bm, "DO": form.bm, "K": 64, "V": 64}
+        outs, absent = {"DK": 64, "DV": 64}, set() if form.with_dq else {"DQ32"}
     if form.staged:
-        boxes |= {"DK": 64, "DV": 64}
-    absent = {"DK", "DV"} - boxes.keys()
+        boxes |= outs
+    else:
+        absent |= outs.keys()
     element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
     types: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     aligned = {}
-    for index, name in enumerate(hopper_bwd.hopper_bwd_kernel.arg_names):
+    for index, name in enumerate(kernel.arg_names):
         if name == "FORM" or name in absent:
             types[name], constants[(index,)] = "constexpr", form if name == "FORM" else None
         elif name in boxes:
             block = [boxes[name], 1, form.d]
             layout = gl.NVMMASharedLayout.get_default_for(block, element)
             types[name] = f"tensordesc<{dtype}{block},{layout!r}>"
-        elif name == "DQ":
+        elif name == "DQ32":
             layout = gl.NVMMASharedLayout.get_default_for([64, 1, 64], gl.float32)
             types[name] = f"tensordesc<fp32[64, 1, 64],{layout!r}>"
         elif name in ROWS:
@@ -60,19 +86,21 @@ def signature(form: BackwardForm, dtype: str) -> tuple[dict[str, str], dict, dic
     return types, constants, aligned
 
 
-def compile_form(form: BackwardForm, dtype: str = "bf16") -> Any:
-    types, constants, aligned = signature(form, dtype)
-    source = GluonASTSource(
-        hopper_bwd.hopper_bwd_kernel, types, constexprs=constants, attrs=aligned
-    )
+def compile_form(form: BackwardForm | QueryForm, dtype: str = "bf16") -> Any:
+    kernel = hopper_bwd.hopper_bwd_kernel
+    if isinstance(form, QueryForm):
+        kernel = hopper_bwd_dq.hopper_bwd_dq_kernel
+    types, constants, aligned = signature(kernel, form, dtype)
+    source = GluonASTSource(kernel, types, constexprs=constants, attrs=aligned)
     target = GPUTarget("cuda", 90, 32)
     return triton.compile(source, target=target, options={"num_warps": 4})
 
 
 def main() -> None:
-    for form, dtype in [*((form, "bf16") for form in FORMS), (FORMS[0], "fp16")]:
+    for form, dtype in FEW if sys.argv[1:] == ["few"] else FEW + MORE:
         compiled = compile_form(form, dtype)
-        line = dataclasses.asdict(form) | {"dtype": dtype} | resources(compiled)
+        line = {"form": type(form).__name__} | dataclasses.asdict(form) | {"dtype": dtype}
+        line |= resources(compiled)
         loops = sorted(len(body) for body in loops_of(compiled))
         line |= {"loops": loops, "loop_spills": spills_in_loops(compiled)}
         line["copies"] = sorted(set(re.findall(r"bulk\.tensor\.(\dd)\.", compiled.asm["ptx"])))

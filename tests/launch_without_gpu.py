@@ -8,8 +8,9 @@ addresses of what a call allocates. Prints one JSON line per comparison.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +19,16 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
 
 from keel import direct, flex_flash_attn_func, masks, ops
-from keel.kernels import flash_bwd, flash_common, flash_fwd, hopper_launch, launch
+from keel.kernels import (
+    flash_bwd,
+    flash_common,
+    flash_fwd,
+    hopper_bwd_launch,
+    hopper_dq_launch,
+    hopper_launch,
+    launch,
+    steps,
+)
 
 CUDA = ctypes.CDLL("libcuda.so.1")
 STREAM = 7
@@ -45,7 +55,8 @@ def pretend() -> None:
     torch.cuda.is_current_stream_capturing = lambda: False
     for module in (launch, direct, hopper_launch):
         module.launch_stream = lambda index: STREAM
-    for module in (flash_common, flash_fwd, flash_bwd, hopper_launch):
+    hopper = (hopper_launch, hopper_bwd_launch, hopper_dq_launch)
+    for module in (flash_common, flash_fwd, flash_bwd, *hopper):
         if hasattr(module, "num_sms"):
             module.num_sms = lambda device: 132
         if hasattr(module, "compute_capability"):
@@ -124,23 +135,38 @@ def main() -> None:
         )
     for x in (q, k, v):
         x.requires_grad_()
-    out, _ = flex_flash_attn_func(q, k, v, mask, backend="triton")
-    dout = torch.randn_like(out)
-    rows = [torch.empty(8, 640) for _ in range(2)]  # what stays between the launches stays in place
-    empty, like = torch.empty, torch.empty_like
-    flash_bwd.torch = _Torch(lambda *a, **b: rows[0] if a == (8, 640) else empty(*a, **b))
-    flash_bwd.torch.empty_like = lambda x: rows[1] if x is rows[0] else like(x)
-    compare(
-        "triton backward",
-        lambda: list(torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)),
-    )
+    steps.torch = _Torch()
+    for name, parts, options in (
+        ("triton", 1, {}),
+        ("hopper", 1, {}),
+        ("hopper", 2, {"sm_margin": 4}),
+        ("hopper", 2, {"deterministic": True}),
+    ):
+        hopper_bwd_launch._splits_for = lambda *args, parts=parts: parts
+        direct._known.clear()
+        out, _ = flex_flash_attn_func(q, k, v, mask, backend=name, **options)
+        dout = torch.randn_like(out)
+        compare(
+            " ".join([name, "backward", *options]),
+            lambda out=out, dout=dout: list(
+                torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+            ),
+        )
 
 
 class _Torch:
-    """torch with another `empty`."""
+    """torch where what lies in fp32 between launches stays in place."""
 
-    def __init__(self, empty: Any) -> None:
-        self.empty = empty
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, ...], Iterator[torch.Tensor]] = {}
+
+    def empty(self, shape: tuple[int, ...], *, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        if dtype != torch.float32:
+            return torch.empty(shape, dtype=dtype, device=device)
+        if shape not in self._places:
+            number = 2 if len(shape) == 2 or shape[1] == 4 else 1  # two row vectors, dk and dv
+            self._places[shape] = itertools.cycle([torch.empty(shape) for _ in range(number)])
+        return next(self._places[shape])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

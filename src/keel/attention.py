@@ -60,7 +60,7 @@ def flex_flash_attn_func(
         max_logits_out: (hq,) fp32 (fp64 for fp64 inputs) running maximum, raised in place;
             implies return_max_logits, and `meta.max_logits` is this buffer.
         deterministic: bitwise repeatable gradients. A broadcast bias has to pay for it, and so do
-            Hopper GPUs, whose own backward adds dq up in any order: the portable one serves then.
+            Hopper GPUs, whose own backward adds dq up in any order: dq is made apart then.
         sm_margin: SMs left free for other kernels, 0 <= sm_margin < SMs.
         backend: "auto", "hopper", "triton", "blocked" or "reference"; an explicit one never falls
             back, but for backwards that "hopper" has not, which are the portable ones.

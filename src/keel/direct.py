@@ -99,13 +99,13 @@ class DirectCall:
         has_kernel = backend in ("hopper", "triton") and self.scale > 0 and mask.tk > 0
         self.kernel: Any = None
         if has_kernel:
-            from keel.kernels import flash_bwd
             from keel.kernels.fresh_maxima import fresh_maxima
+            from keel.kernels.steps import Steps
 
             self.kernel, self._new_maxima = forward_kernel(backend), fresh_maxima
-            self._flash_bwd = flash_bwd
+            self._new_steps = Steps
         self._recipe: Any = None
-        self._backwards: dict[Hashable, list[Any]] = {}
+        self._backwards: dict[Hashable, Any] = {}
         """Launches of backwards by the layout of their tensors, few: autograd's own habits."""
 
     def __call__(
@@ -211,7 +211,8 @@ class DirectCall:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Optional, Optional]:
         """(dq, dk, dv, dsink, dbias) in the dtypes of what they belong to."""
         key, steps = None, None
-        if sink is bias is slopes is offset is None and not self.sm_margin and self.kernel:
+        if sink is bias is slopes is offset is None and self.kernel:
+            dout = as_kernels_take_it(dout)
             # all of them: hooks of saved tensors may have changed their layouts
             tensors = (dout, q, k, v, out, lse) if dlse is None else (dout, q, k, v, out, lse, dlse)
             key = (
@@ -221,9 +222,8 @@ class DirectCall:
             steps = self._backwards.get(key)
             if steps is not None:
                 stream = launch_stream(self.device_index)
-                repeated = self._flash_bwd.repeat(steps, stream, dout, dlse, q, k, v, out, lse)
-                return *repeated, None, None
-            steps = []
+                return *steps.repeat(stream, dout, dlse, q, k, v, out, lse), None, None
+            steps = self._new_steps()
         scoring = self._scoring(sink, bias, slopes, offset)
         dq, dk, dv, dsink, dbias = gradients(
             *(dout, dlse, q, k, v, out, lse, self.mask, scoring),
@@ -234,7 +234,7 @@ class DirectCall:
             dtype=self.dtype,
             steps=steps,
         )
-        if steps and as_kernels_take_it(dout) is dout and len(self._backwards) < MAX_BACKWARDS:
+        if steps is not None and steps.recipes and len(self._backwards) < MAX_BACKWARDS:
             self._backwards[key] = steps
         if dq.dtype != self.dtype:
             dq, dk, dv = (x.to(self.dtype) for x in (dq, dk, dv))

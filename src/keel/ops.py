@@ -72,7 +72,7 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> st
 def choose_attention_backend(
     backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring
 ) -> str:
-    """As choose_backend, and "hopper": kernels for Hopper GPUs (see `_fill_gradients`).
+    """As choose_backend, and "hopper": kernels for Hopper GPUs (see `_by_hopper`).
 
     "auto" stays "auto" on a GPU: each call takes the Hopper forward where it can run.
     """
@@ -365,11 +365,11 @@ def gradients(
     sm_margin: int,
     backend: str,
     dtype: torch.dtype,
-    steps: list[Any] | None = None,
+    steps: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(dq, dk, dv, dsink, dbias); the first three in `dtype` or wider.
 
-    `steps` gets the launches that `flash_bwd.repeat` can do again, where these are all there is.
+    `steps`, a kernels.steps.Steps, gets the launches, where these are all there is.
     """
     sink, bias, dsink = scoring.sink, scoring.bias, None
     if backend == "blocked":
@@ -384,24 +384,43 @@ def gradients(
     from keel.kernels import flash_bwd
 
     dout = as_kernels_take_it(dout)
-    lse2, delta = flash_bwd.row_terms(out, dout, lse, dlse, steps)
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
-    dbias = None
-    if want_dbias:
-        assert bias is not None
-        dbias = torch.zeros(bias.shape, dtype=torch.float32, device=q.device)
     q, scoring, factor = _positive_scale(q, scoring)
-    _fill_gradients(
-        *(dout, q, k, v, lse2, delta, attn_mask, scoring),
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        dbias=dbias,
-        deterministic=deterministic,
-        sm_margin=sm_margin,
-        backend=backend,
-        steps=steps,
-    )
+    deterministic |= torch.are_deterministic_algorithms_enabled()
+    by_hopper = _by_hopper(dout, q, k, v, scoring, backend)
+    dq32 = None
+    if by_hopper and not deterministic:
+        dq32 = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    lse2, delta = flash_bwd.row_terms(out, dout, lse, dlse, dq32=dq32, steps=steps)
+    given = (dout, q, k, v, lse2, delta, attn_mask, scoring)
+    dbias = None
+    if by_hopper:
+        from keel.kernels import hopper_bwd_launch
+
+        hopper_bwd_launch.backward(
+            *given,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            dq32=dq32,
+            deterministic=deterministic,
+            sm_margin=sm_margin,
+            steps=steps,
+        )
+    else:
+        if want_dbias:
+            assert bias is not None
+            dbias = torch.zeros(bias.shape, dtype=torch.float32, device=q.device)
+        flash_bwd.backward(
+            *given,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            dbias=dbias,
+            deterministic=deterministic,
+            sm_margin=sm_margin,
+            steps=steps,
+        )
     if factor != 1.0:
         dq.mul_(factor)
     if sink is not None:
@@ -414,51 +433,20 @@ def as_kernels_take_it(dout: torch.Tensor) -> torch.Tensor:
     return dout if dout.stride(-1) == 1 and 0 not in dout.stride() else dout.contiguous()
 
 
-def _fill_gradients(
+def _by_hopper(
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    lse2: torch.Tensor,
-    delta: torch.Tensor,
-    attn_mask: AttnMask,
     scoring: Scoring,
-    *,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    dbias: torch.Tensor | None,
-    deterministic: bool,
-    sm_margin: int,
     backend: str,
-    steps: list[Any] | None,
-) -> None:
-    """By the Hopper backward where it is wanted and can, else by the portable one.
+) -> bool:
+    """Whether the Hopper backward is wanted and can serve; else the portable one does."""
+    if backend not in ("auto", "hopper"):
+        return False
+    from keel.kernels import hopper_bwd_launch
 
-    The former adds dq up in an order that differs from run to run, and takes all SMs.
-    """
-    from keel.kernels import flash_bwd
-
-    given = (dout, q, k, v, lse2, delta, attn_mask, scoring)
-    deterministic |= torch.are_deterministic_algorithms_enabled()
-    if backend in ("auto", "hopper") and not deterministic and sm_margin == 0:
-        from keel.kernels import hopper_bwd_launch
-
-        if hopper_bwd_launch.backward_problem(dout, q, k, v, scoring) is None:
-            hopper_bwd_launch.backward(*given, dq=dq, dk=dk, dv=dv)
-            if steps is not None:  # it is more than launches, and cannot be repeated by them
-                steps.clear()
-            return
-    flash_bwd.backward(
-        *given,
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        dbias=dbias,
-        deterministic=deterministic,
-        sm_margin=sm_margin,
-        steps=steps,
-    )
+    return hopper_bwd_launch.backward_problem(dout, q, k, v, scoring) is None
 
 
 torch.library.impl("keel::attn_bwd", "CompositeExplicitAutograd", attn_bwd)

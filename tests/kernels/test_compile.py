@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -78,10 +79,12 @@ def test_hopper_kernels_do_not_spill():
 
 
 def test_hopper_backward_does_not_spill():
-    variants = compiled("compile_hopper_bwd.py")
-    assert {(v["d"], v["staged"]) for v in variants} == {
-        (d, staged) for d in (64, 128) for staged in (True, False)
-    }
+    variants = compiled("compile_hopper_bwd.py", "few")
+    assert {(v["form"], v["d"]) for v in variants} == set(
+        itertools.product(("BackwardForm", "QueryForm"), (64, 128))
+    )
+    for option in ("staged", "persistent", "with_dq"):
+        assert {v[option] for v in variants if option in v} == {True, False}
     for v in variants:
         assert v["shared"] <= SHARED_LIMIT[90], v
         assert v["loop_spills"] == 0, v

@@ -7,6 +7,8 @@ which decodes work, runs and bounds as the kernel does.
 from __future__ import annotations
 
 import itertools
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,37 @@ import pytest
 import torch
 
 from keel import masks, ops
-from keel.kernels import flash_bwd, hopper_bwd_launch
+from keel.kernels import flash_bwd, hopper_bwd_launch, hopper_dq_launch
 from keel.kernels.blocked import backward as blocked_backward
 from keel.key_records import KEYS, key_records
 from keel.masks import AttnMask, AttnSlice
 from keel.meta import Scoring
 from keel.reference import attention
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
+)
+
+
+def work_of(prepared: Any) -> Iterator[tuple[int, int]]:
+    """(lane, tile) of each block of threads, or of each of its turns."""
+    given = prepared.arguments
+    num_lanes = given["num_lanes" if "num_lanes" in given else "num_heads"]
+    if not given["FORM"].persistent:
+        section, num_tiles, sections = prepared.grid
+        for z, y, x in itertools.product(range(sections), range(num_tiles), range(section)):
+            yield z * section + x, y
+        return
+    (grid,), section = prepared.grid, given["section"]
+    in_a_section = given["num_tiles"] * section
+    num_work = given["num_tiles"] * num_lanes
+    for place in range(grid):
+        for turn in itertools.count():
+            work = turn * grid + (grid - 1 - place if turn & 1 else place)
+            if work >= num_work:
+                break
+            in_section = work % in_a_section
+            yield work // in_a_section * section + in_section % section, in_section // section
 
 
 def walk(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
@@ -32,9 +59,8 @@ def walk(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
     scale, tq, tk = given["scale"], len(q), len(k)
     assert given["tq"] == tq
     assert prepared.left_out == (() if form.staged else ("DK", "DV"))
-    section, num_tiles, sections = prepared.grid
-    for z, y, x in itertools.product(range(sections), range(num_tiles), range(section)):
-        lane = z * section + x
+    assert form.with_dq == (tensors["DQ32"] is not None)
+    for lane, y in work_of(prepared):
         key, key_end, first, split, last, whole = tiles[y][:6]
         if form.staged and whole:  # TMA clips at the end of the tensor
             assert key_end == min(key + KEYS, tk)
@@ -54,10 +80,41 @@ def walk(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
                     ds = p * (do[rows, head] @ v[keys, kv_head].T - delta[head, rows][:, None])
                     dv += p.T @ do[rows, head]
                     dk += ds.T @ q[rows, head]
-                    tensors["DQ"][rows, head] += (ds @ k[keys, kv_head]).float()
+                    if form.with_dq:
+                        tensors["DQ32"][rows, head] += (ds @ k[keys, kv_head]).float()
         mine = slice(0, key_end - key)
         for out, grad in (("DK_OUT", dk * scale), ("DV_OUT", dv)):
             tensors[out][keys[mine], lane] = grad[mine].to(tensors[out].dtype)
+
+
+def walk_queries(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """What hopper_bwd_dq_kernel does, on the same arguments."""
+    given, form = prepared.arguments, prepared.arguments["FORM"]
+    q, k, v, do = (tensors[name].double() for name in ("Q", "K", "V", "DO"))
+    lse2, delta = tensors["LSE2"].double(), tensors["DELTA"].double()
+    lo, hi = (given[n].view(-1, KEYS) for n in ("ROW_LO", "ROW_HI"))
+    tiles, runs = given["TILES"].tolist(), given["RUNS"].tolist()
+    assert prepared.left_out == (() if form.staged else ("DQ",))
+    for head, y in work_of(prepared):
+        row, row_end, first, split, last, row_set, *first_run = tiles[y]
+        assert first_run == runs[first][:2] and (split == last or row_set == runs[split][2])
+        rows = torch.arange(row, min(row + KEYS, given["tq"]))  # all that TMA brings
+        dq = torch.zeros(len(rows), q.shape[2], dtype=q.dtype)
+        for run in range(first, last):
+            begin, end, row_set, _ = runs[run]
+            for key in range(begin, end, form.bn):
+                keys = torch.arange(key, min(key + form.bn, len(k)))
+                kv_head = head // given["group"]
+                s = q[rows, head] @ k[keys, kv_head].T * given["scale"]
+                p = torch.exp2(s * 1.4426950408889634 - lse2[head, rows][:, None])
+                if run >= split:
+                    low, high = (b[row_set, : len(rows), None] for b in (lo, hi))
+                    p = torch.where((keys >= low) & (keys < high), p, 0.0)
+                ds = p * (do[rows, head] @ v[keys, kv_head].T - delta[head, rows][:, None])
+                dq += ds @ k[keys, kv_head]
+        mine = slice(0, row_end - row)
+        assert tensors["DQ_OUT"][rows[mine], head].isnan().all()  # written once
+        tensors["DQ_OUT"][rows[mine], head] = (dq * given["scale"])[mine].to(q.dtype).half()
 
 
 MASKS = {
@@ -72,11 +129,19 @@ MASKS = {
 }
 
 
+@interpreted
 @pytest.mark.parametrize(
-    ("d", "dv", "splits"), [(64, 64, 1), (128, 128, 1), (128, 128, 2), (96, 40, 4)]
+    ("d", "dv", "splits", "margin", "deterministic"),
+    [  # margins of 4 SMs
+        (64, 64, 1, 0, False),
+        (128, 128, 1, 2, False),
+        (128, 128, 2, 0, True),
+        (96, 40, 4, 1, False),
+        (64, 64, 1, 1, True),
+    ],
 )
 @pytest.mark.parametrize("name", MASKS)
-def test_gradients_of_the_records(name, d, dv, splits, monkeypatch):
+def test_gradients_of_the_records(name, d, dv, splits, margin, deterministic, monkeypatch):
     mask, hq, hk = MASKS[name], 4, 1 if d == 96 else 2
     torch.manual_seed(0)
     q = torch.randn(mask.tq, hq, d).half()
@@ -91,13 +156,19 @@ def test_gradients_of_the_records(name, d, dv, splits, monkeypatch):
 
     def launch(kernel: Any, key: Any, tensors: Any, prepare: Any) -> None:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        walk(prepare(), tensors)
+        prepared = prepare()
+        assert margin == 0 or prepared.grid[0] <= 4 - margin
+        walks[kernel.__name__](prepared, tensors)
 
+    walks = {"hopper_bwd_kernel": walk, "hopper_bwd_dq_kernel": walk_queries}
     monkeypatch.setattr(hopper_bwd_launch, "launch", launch)
+    monkeypatch.setattr(hopper_dq_launch, "launch", launch)
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     hopper_bwd_launch.backward(
         *(dout, q, k, v, lse2.T.float().contiguous(), delta.T.float().contiguous(), mask, scoring),
         **dict(zip(("dq", "dk", "dv"), grads, strict=True)),
+        deterministic=deterministic,
+        sm_margin=margin,
         splits=splits,
     )
     for ours, right in zip(grads, expected, strict=True):
@@ -149,8 +220,8 @@ def test_no_keys_give_zeros():
     [
         ({}, None, "hopper"),
         ({}, "softcap is not supported", "portable"),
-        ({"deterministic": True}, None, "portable"),
-        ({"sm_margin": 4}, None, "portable"),
+        ({"deterministic": True}, None, "hopper"),
+        ({"sm_margin": 4}, None, "hopper"),
         ({"backend": "triton"}, None, "portable"),
         ({"backend": "auto"}, None, "hopper"),
         ({"backend": "auto"}, "softcap is not supported", "portable"),
@@ -158,17 +229,31 @@ def test_no_keys_give_zeros():
 )
 def test_who_fills_gradients(options, problem, expected, monkeypatch):
     called = []
+
+    def note(name: str) -> Any:
+        return lambda *args, **options: called.append((name, options))
+
     monkeypatch.setattr(hopper_bwd_launch, "backward_problem", lambda *args: problem)
-    monkeypatch.setattr(hopper_bwd_launch, "backward", lambda *a, **k: called.append("hopper"))
-    monkeypatch.setattr(flash_bwd, "backward", lambda *a, **k: called.append("portable"))
-    x, rows = torch.zeros(4, 2, 64).half(), torch.zeros(2, 4)
-    wanted = {"deterministic": False, "sm_margin": 0, "backend": "hopper"} | options
-    steps = ["row terms"]
-    ops._fill_gradients(
-        *(x, x, x, x, rows, rows, masks.full(4), Scoring(scale=1.0)),
-        **{"dq": x, "dk": x, "dv": x, "dbias": None},
-        **wanted,
-        steps=steps,
+    monkeypatch.setattr(hopper_bwd_launch, "backward", note("hopper"))
+    monkeypatch.setattr(flash_bwd, "backward", note("portable"))
+    rows = torch.zeros(2, 4)
+    zeroed = []
+    monkeypatch.setattr(
+        *(flash_bwd, "row_terms"),
+        lambda *args, dq32, steps: zeroed.append(dq32) or (rows, rows),
     )
-    assert called == [expected]
-    assert (steps == []) == (expected == "hopper")  # else it would be repeated by half
+    x = torch.zeros(4, 2, 64).half()
+    wanted = {"deterministic": False, "sm_margin": 0, "backend": "hopper"} | options
+    ops.gradients(
+        *(x, None, x, x, x, x, rows.T, masks.full(4), Scoring(scale=1.0)),
+        **{"want_dbias": False, "dtype": x.dtype},
+        **wanted,
+    )
+    [(name, given)] = called
+    assert name == expected
+    assert given["sm_margin"] == wanted["sm_margin"]
+    assert given["deterministic"] == wanted["deterministic"]
+    if expected == "hopper" and not wanted["deterministic"]:  # sums begin at zeros
+        assert given["dq32"] is zeroed[0] and zeroed[0].dtype == torch.float32
+    else:
+        assert zeroed == [None]

@@ -14,6 +14,7 @@ import torch
 
 TESTS = Path(__file__).parents[1]
 CALLS = ["triton forward", "triton sink", "hopper forward", "hopper sink", "triton backward"]
+CALLS += ["hopper backward", "hopper backward sm_margin", "hopper backward deterministic"]
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the fake driver has to be compiled")
@@ -42,4 +43,4 @@ def test_the_driver_gets_the_same_bytes(tmp_path: Path) -> None:
     assert [line["call"] for line in lines] == CALLS
     for line in lines:
         assert line["same"] and line["bytes"] > 500, line
-        assert line["encoded"] <= 3, line  # of results that came to lie elsewhere
+        assert line["encoded"] <= 6, line  # of results that came to lie elsewhere

@@ -26,7 +26,7 @@ from host_stub import Stub, stubbed
 
 from keel import direct, flex_flash_attn_func, masks
 from keel._versions import c_launcher, runs_plainly
-from keel.kernels import fresh_maxima, launch, tensor_maps
+from keel.kernels import fresh_maxima, hopper_bwd_launch, launch, tensor_maps
 
 TOKENS, HQ, HK, D = 24, 4, 2, 64
 MASK = masks.causal(TOKENS)
@@ -48,6 +48,14 @@ def attend(q: Any, k: Any, v: Any, mask: Any = MASK, **options: Any) -> Any:
 
 def map_of(x: torch.Tensor) -> tuple[Any, ...]:
     return ("map", x.data_ptr(), list(x.shape), list(x.stride()))
+
+
+HOPPER_BACKWARD = ["row_terms_kernel", "hopper_bwd_kernel", "gradient_sums_kernel"]
+ORDERED_BACKWARD = [*HOPPER_BACKWARD[:2], "hopper_bwd_dq_kernel"]
+
+
+def gradients(out: torch.Tensor, inputs: Any, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(out, inputs, dout, retain_graph=True)
 
 
 def last_launch(stub: Stub) -> dict[str, Any]:
@@ -226,16 +234,94 @@ def test_backwards_are_repeated(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(stub.compiled) > prepared  # strides of 2 * D
 
 
-def test_the_hopper_backward_is_not_cut_short(stub: Stub) -> None:
-    """It is more than launches, and done anew each time."""
+@pytest.mark.parametrize("parts", [1, 2])
+def test_hopper_backwards_are_repeated(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    """What lies between launches is where the next one looks for it."""
+    monkeypatch.setattr(hopper_bwd_launch, "_splits_for", lambda *args: parts)
+    q, k, v = (x.requires_grad_() for x in make())
+    out, meta = attend(q, k, v)
+    douts = [torch.randn_like(out), torch.randn_like(out)]
+    gradients(out, (q, k, v), douts[0])
+    monkeypatch.setattr(direct, "gradients", None)  # nobody asks it again
+    for dout in (*douts, torch.ones(()).expand_as(out)):  # the last is copied, then as the others
+        stub.launches.clear()
+        dq, dk, dv = gradients(out, (q, k, v), dout)
+        assert [name for name, *_ in stub.launches] == HOPPER_BACKWARD
+        (_, _, terms), (_, _, kernel), (_, _, sums) = stub.launches
+        assert terms[0] == out.data_ptr() and terms[2] == meta.lse.data_ptr()
+        if dout.stride(-1) == 1:
+            assert terms[1] == dout.data_ptr() and map_of(dout) in kernel
+        lse2, delta, dq32 = terms[4:7]
+        assert all(map_of(x) in kernel for x in (q, k, v))
+        assert ("map", dq32, list(q.shape), [HQ * D, D, 1]) in kernel
+        at = kernel.index(lse2)  # LSE2, DELTA, DK_OUT, DV_OUT
+        assert kernel[at + 1] == delta
+        assert sums[:2] == [dq32, dq.data_ptr()]
+        if parts == 1:
+            assert kernel[at + 2 : at + 4] == [dk.data_ptr(), dv.data_ptr()]
+            assert map_of(dk) in kernel and map_of(dv) in kernel
+        else:
+            dk_parts, dv_parts = kernel[at + 2 : at + 4]
+            assert sums[2:6] == [dk_parts, dk.data_ptr(), dv_parts, dv.data_ptr()]
+        made = {lse2, delta, dq32, *(x.data_ptr() for x in (dq, dk, dv)), *kernel[at + 2 : at + 4]}
+        assert len(made) == 6 + 2 * (parts > 1)
+
+
+def test_margins_are_repeated_on_hopper(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the portable ones, whose counter is filled each time."""
+    q, k, v = (x.requires_grad_() for x in make())
+    outs = {b: attend(q, k, v, backend=b, sm_margin=4)[0] for b in ("hopper", "triton")}
+    for out in outs.values():
+        gradients(out, (q, k, v), torch.ones_like(out))
+    known = {call.backend: len(call._backwards) for call in direct._known.values()}
+    assert known == {"hopper": 1, "triton": 0}
+    monkeypatch.setattr(direct, "gradients", None)
+    stub.launches.clear()
+    gradients(outs["hopper"], (q, k, v), torch.ones_like(q))
+    assert [name for name, *_ in stub.launches] == HOPPER_BACKWARD
+
+
+def test_hopper_backwards_that_copy_are_not_repeated(stub: Stub) -> None:
+    """A dout that TMA cannot take: it is more than launches, and done anew each time."""
     q, k, v = (x.requires_grad_() for x in make())
     out, _ = attend(q, k, v)
-    torch.autograd.grad(out, (q, k, v), torch.ones_like(out), retain_graph=True)  # compiles
+    shifted = torch.randn(TOKENS * HQ * D + 1).bfloat16()[1:].view(out.shape)
+    gradients(out, (q, k, v), shifted)  # compiles
     for _ in range(2):
         stub.launches.clear()
-        torch.autograd.grad(out, (q, k, v), torch.ones_like(out), retain_graph=True)
-        names = [name for name, *_ in stub.launches]
-        assert names == ["row_terms_kernel", "hopper_bwd_kernel"]
+        gradients(out, (q, k, v), shifted)
+        # row terms read it as it is, by way of Triton's Python, which looks at its alignment
+        assert [name for name, *_ in stub.launches] == HOPPER_BACKWARD[1:]
+        assert map_of(shifted) not in stub.launches[0][2]
+    assert not any(call._backwards for call in direct._known.values())
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_dq_in_a_fixed_order_is_repeated(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    monkeypatch.setattr(hopper_bwd_launch, "_splits_for", lambda *args: parts)
+    q, k, v = (x.requires_grad_() for x in make())
+    out, _ = attend(q, k, v, deterministic=True)
+    gradients(out, (q, k, v), torch.ones_like(out))
+    monkeypatch.setattr(direct, "gradients", None)
+    stub.launches.clear()
+    dout = torch.ones_like(out)
+    dq, dk, dv = gradients(out, (q, k, v), dout)
+    names = [name for name, *_ in stub.launches]
+    assert names == ORDERED_BACKWARD + HOPPER_BACKWARD[2:] * (parts > 1)
+    terms, keys, queries = (arguments for _, _, arguments in stub.launches[:3])
+    lse2, delta = terms[4:6]
+    assert all(map_of(x) in keys and map_of(x) in queries for x in (q, k, v, dout))
+    assert {lse2, delta} <= {x for x in keys if isinstance(x, int)}
+    assert map_of(dq) in queries and [lse2, delta, dq.data_ptr()] == queries[35:38]
+    if parts == 1:
+        assert map_of(dk) in keys and map_of(dv) in keys
+    else:
+        sums = stub.launches[3][2]
+        assert dk.data_ptr() in sums and dv.data_ptr() in sums and dq.data_ptr() not in sums
 
 
 def test_descriptors_are_bounded(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,7 +550,7 @@ def test_deterministic_mode_is_asked_at_each_backward(stub: Stub) -> None:
         finally:
             torch.use_deterministic_algorithms(False)
         names = {name for name, *_ in stub.launches} | set(stub.compiled)
-        seen.append("hopper_bwd_kernel" not in names)
+        seen.append("hopper_bwd_dq_kernel" in names)
     assert seen == [False, True, True, False, False]
 
 

@@ -37,6 +37,7 @@ from keel.kernels.flash_common import (
     work_counter,
 )
 from keel.kernels.launch import Prepared, Recipe, Tensors, launch, rows_of_heads
+from keel.kernels.steps import Steps
 from keel.masks import AttnMask
 from keel.meta import Scoring
 
@@ -46,12 +47,16 @@ from keel.meta import Scoring
 
 @triton.jit(do_not_specialize=["tq", "num_heads"])
 def row_terms_kernel(
-    OUT, DOUT, LSE, DLSE, LSE2, DELTA, tq, num_heads,
+    OUT, DOUT, LSE, DLSE, LSE2, DELTA, DQ32, tq, num_heads,
     stride_ot, stride_oh, stride_dot, stride_doh, stride_dlt, stride_dlh,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
-    """delta = rowsum(dout * out) - dlse; lse in log2 units with +inf for rows that see nothing."""
+    """delta = rowsum(dout * out) - dlse; lse in log2 units with +inf for rows that see nothing.
+
+    With D > 0, rows of DQ32 (tq, heads, D) become zeros, for sums that begin there.
+    """
     first = tl.program_id(0) * BM
     i = first + tl.arange(0, BM)
     head = tl.program_id(1).to(tl.int64)
@@ -67,6 +72,9 @@ def row_terms_kernel(
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
     tl.store(DELTA + head * tq + row, delta, mask=i < tq)
     tl.store(LSE2 + head * tq + row, lse2, mask=i < tq)
+    if D > 0:
+        zeros = tl.zeros([BM, BLOCK_D], DQ32.dtype.element_ty)
+        store_rows(DQ32 + head * D, zeros, i, num_heads * D, tq, D, BLOCK_D)
 
 
 @triton.jit
@@ -406,30 +414,41 @@ def row_terms(
     dout: torch.Tensor,
     lse: torch.Tensor,
     dlse: torch.Tensor | None,
-    steps: list[Recipe] | None = None,
+    *,
+    dq32: torch.Tensor | None = None,
+    steps: Steps | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(lse2, delta), both (hq, tq) fp32; the launch is added to `steps`."""
+    """(lse2, delta), both (hq, tq) fp32; the launch is added to `steps`.
+
+    dq32: (tq, hq, d), contiguous, is filled with zeros on the way.
+    """
     tq, hq, dv = out.shape
     lse2 = torch.empty(hq, tq, dtype=torch.float32, device=out.device)
     delta = torch.empty_like(lse2)
     if tq == 0:
         return lse2, delta
+    d = 0 if dq32 is None else dq32.shape[2]
     recipe = launch(
         row_terms_kernel,
         None,
-        {"OUT": out, "DOUT": dout, "LSE": lse, "DLSE": dlse, "LSE2": lse2, "DELTA": delta},
+        {
+            **{"OUT": out, "DOUT": dout, "LSE": lse, "DLSE": dlse},
+            **{"LSE2": lse2, "DELTA": delta, "DQ32": dq32},
+        },
         lambda: Prepared(
             (triton.cdiv(tq, 64), hq),
             {
                 **{"tq": tq, "num_heads": hq, **strides(o=out, do=dout)},
                 "stride_dlt": 0 if dlse is None else dlse.stride(0),
                 "stride_dlh": 0 if dlse is None else dlse.stride(1),
-                **{"DV": dv, "BLOCK_DV": padded(dv), "BM": 64, "HAS_DLSE": dlse is not None},
+                **{"D": d, "BLOCK_D": padded(d), "DV": dv, "BLOCK_DV": padded(dv), "BM": 64},
+                "HAS_DLSE": dlse is not None,
             },
         ),
     )
     if steps is not None:
-        steps.append(recipe)
+        zeroed = {} if dq32 is None else {"DQ32": dq32}
+        steps.add(recipe, LSE2=lse2, DELTA=delta, **zeroed)
     return lse2, delta
 
 
@@ -450,7 +469,7 @@ def backward(
     deterministic: bool = False,
     sm_margin: int = 0,
     configs: tuple[TileConfig, TileConfig] | None = None,
-    steps: list[Recipe] | None = None,
+    steps: Steps | None = None,
 ) -> None:
     """Fills dq, dk, dv, and adds to dbias (fp32, in the shape of the bias). The scale is > 0.
 
@@ -463,39 +482,10 @@ def backward(
         dbias = None
     launched = [_launch_dkdv(given, dk, dv), _launch_dq(given, dq, dbias)]
     if steps is not None:
-        steps += launched
-
-
-def repeat(
-    steps: list[Recipe],
-    stream: int | None,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) by the launches of an earlier backward without bias, ALiBi, sink and margin.
-
-    The layouts are those of that call; `stream` is from `launch_stream`.
-    """
-    tq, hq, _ = q.shape
-    lse2 = torch.empty(hq, tq, dtype=torch.float32, device=q.device)
-    delta = torch.empty_like(lse2)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    tensors: Tensors = {
-        **{"Q": q, "K": k, "V": v, "OUT": out, "LSE": lse, "DOUT": dout, "DLSE": dlse},
-        **{"LSE2": lse2, "DELTA": delta, "DQ": dq, "DK": dk, "DVAL": dv},
-        **dict.fromkeys(("BIAS", "SLOPES", "OFFSET", "COUNTER", "DBIAS")),
-    }
-    for recipe in steps:
-        if stream is None:
-            recipe.run(tensors)
-        else:
-            recipe.run_on(stream, tensors)
-    return dq, dk, dv
+        for recipe in launched:
+            steps.add(recipe)
+        if sm_margin:  # a counter is filled each time
+            steps.clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ probabilities and their gradients are operands in registers of
     dv += pᵀ dout        dk += dsᵀ q
 
 and only ds goes through shared memory, where both consumers find all of it for dq = ds k. Each of
-them makes half of dq and has TMA add it up in fp32; dk and dv are written once.
+them makes half of dq and has TMA add it up in fp32; dk and dv are written once. dq may also be left
+to `hopper_bwd_dq`: the order in which TMA adds differs from run to run.
 
 A mask is the rows [lo, hi) that see a key, two numbers for each of the two keys of a thread. Blocks
 of rows that hang over the end are masked, as are keys that a short tile does not have. Keys that
@@ -33,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from keel._versions import tma_add, tma_load, tma_store
 from keel.kernels.flash_common import LOG2E
-from keel.kernels.hopper_common import FIELDS, mark, wait_for
+from keel.kernels.hopper_common import FIELDS, mark, place_of, wait_for, work_of
 from keel.kernels.hopper_common import PART as HALF
 
 # fmt: off
@@ -41,6 +42,8 @@ from keel.kernels.hopper_common import PART as HALF
 Q_FREE = gl.constexpr(9)
 DO_FREE = gl.constexpr(11)
 """First named barriers of the stages of queries and of dout."""
+KV_FREE = gl.constexpr(14)
+"""Keys and values, where a block of threads stays for more."""
 ARRIVALS = gl.constexpr(1 + 32)
 """At a barrier of a stage: one for the bytes that TMA brings, and each thread's small copies."""
 
@@ -70,6 +73,9 @@ class Numbers(NamedTuple):
     tq: Any
     splits: Any
     heads_each: Any
+    num_tiles: Any
+    section: Any
+    num_lanes: Any
 
 
 class Ring(NamedTuple):
@@ -114,14 +120,18 @@ def hidden_zero():
 
 
 @gluon.jit
-def my_tile(inputs):
+def my_tile(inputs, numbers, form: gl.constexpr, work):
     """A lane is a key head, or a part of the query heads that share one.
 
     The grid is (lanes of a section, tiles, sections), and starts in this order: the longest tiles
-    of the first section first.
+    of the first section first. Blocks of threads that stay count work in the same order.
     """
-    lane = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
-    record = inputs.TILES + gl.program_id(1) * FIELDS
+    if form.PERSISTENT:
+        place, lane = place_of(work, numbers.num_tiles, numbers.section)
+    else:
+        lane = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
+        place = gl.program_id(1)
+    record = inputs.TILES + place * FIELDS
     return Tile(gl.load(record), gl.load(record + 1), lane, gl.load(record + 2),
                 gl.load(record + 3), gl.load(record + 4), gl.load(record + 5))
 
@@ -156,16 +166,19 @@ def bring(inputs, numbers, ring, form: gl.constexpr, count, row, head):
 
 
 @gluon.jit
-def producer(inputs, numbers, ring, form: gl.constexpr):
-    tile = my_tile(inputs)
+def bring_tile(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
+    """Returns the number of blocks brought so far."""
+    tile = my_tile(inputs, numbers, form, work)
     kv_head = tile.lane // numbers.splits
+    if form.PERSISTENT:
+        if turn > 0:
+            wait_for(KV_FREE)
     mbarrier.expect(ring.k_full, 2 * HALF * form.D * 2)
     for half in gl.static_range(2):
         tma_load(inputs.k, [tile.key0 + half * HALF, kv_head, 0], ring.k_full, ring.k.index(half))
     mbarrier.expect(ring.v_full, 2 * HALF * form.D * 2)
     for half in gl.static_range(2):
         tma_load(inputs.v, [tile.key0 + half * HALF, kv_head, 0], ring.v_full, ring.v.index(half))
-    count = 0
     head = tile.lane * numbers.heads_each
     end_head = head + numbers.heads_each
     while head < end_head:
@@ -183,6 +196,23 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
             end = next_end
             run += 1
         head += 1
+    return count
+
+
+@gluon.jit
+def producer(inputs, numbers, ring, form: gl.constexpr):
+    count = 0
+    if form.PERSISTENT:
+        num_work = numbers.num_tiles * numbers.num_lanes
+        turn = 0
+        work = gl.program_id(0)
+        while work < num_work:
+            count = bring_tile(inputs, numbers, ring, form, work, turn, count)
+            turn += 1
+            work = work_of(turn)
+        wait_for(KV_FREE)
+    else:
+        count = bring_tile(inputs, numbers, ring, form, 0, 0, count)
     for block in range(gl.maximum(count - form.STAGES, 0), count):  # marks nobody waited for
         wait_for(Q_FREE + block % form.STAGES)
         wait_for(DO_FREE + block % form.STAGES)
@@ -227,11 +257,12 @@ def probability(s, ring, stage, half: gl.constexpr, row, lo, hi, scale2, MASKED:
 
 
 @gluon.jit
-def score_gradient(p, dp, ring, stage, half: gl.constexpr, place):
-    """ds, also into its place in shared memory."""
+def score_gradient(p, dp, ring, form: gl.constexpr, stage, half: gl.constexpr, place):
+    """ds, also into its place in shared memory where dq is wanted."""
     delta = ring.delta.index(stage).slice(half * HALF, HALF).load(gl.SliceLayout(0, p.type.layout))
     ds = (p * (dp - delta[None, :])).to(ring.k.dtype)
-    ring.ds.index(place).store(ds)
+    if form.WITH_DQ:
+        ring.ds.index(place).store(ds)
     return ds
 
 
@@ -263,7 +294,7 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
         p = probability(s, ring, stage, 0, row, lo, hi, scale2, MASKED)
         dp = warpgroup_mma_wait(0, [dp])
         dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do0, dv, is_async=True)
-        ds = score_gradient(p, dp, ring, stage, 0, buffer + cid)
+        ds = score_gradient(p, dp, ring, form, stage, 0, buffer + cid)
     else:
         q1 = q.slice(HALF, HALF)
         do1 = do.slice(HALF, HALF)
@@ -273,44 +304,50 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
         p = probability(s, ring, stage, 0, row, lo, hi, scale2, MASKED)
         dp = warpgroup_mma_wait(2, [dp])
         dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do0, dv, is_async=True)
-        ds = score_gradient(p, dp, ring, stage, 0, buffer + 2 * cid)
+        ds = score_gradient(p, dp, ring, form, stage, 0, buffer + 2 * cid)
         dk = warpgroup_mma(gl.convert_layout(ds, a_l), q0, dk, is_async=True)
         s1 = warpgroup_mma_wait(3, [s1])
         p1 = probability(s1, ring, stage, 1, row, lo, hi, scale2, MASKED)
         dp1 = warpgroup_mma_wait(2, [dp1])
         dv = warpgroup_mma(gl.convert_layout(p1.to(ring.k.dtype), a_l), do1, dv, is_async=True)
-        ds = score_gradient(p1, dp1, ring, stage, 1, buffer + 2 * cid + 1)
-    fence_async_shared()
-    meet()
-    dq = zero
-    for half in gl.static_range(2):
-        k = ring.k.index(first + half).reshape([HALF, D])
-        if PARTS == 1:  # 64 columns of dq, those of this consumer
-            ds_half = ring.ds.index(buffer + half)
-            k = k.slice(cid * HALF, HALF, dim=1)
-        else:  # 64 rows
-            ds_half = ring.ds.index(buffer + 2 * half + cid)
-        dq = warpgroup_mma(ds_half.permute((1, 0)), k, dq, use_acc=half > 0, is_async=True)
-    dk = warpgroup_mma(gl.convert_layout(ds, a_l), q.slice(BM - HALF, HALF), dk, is_async=True)
-    dv = warpgroup_mma_wait(3, [dv])
-    mark(DO_FREE + stage)
-    dq = warpgroup_mma_wait(1, [dq])
-    tma.store_wait(0)  # the dq before this one has left shared memory
-    staged = ring.dq.index(cid)
-    staged.reshape([HALF, HALF]).store(dq)
-    fence_async_shared()
-    if PARTS == 1:
-        tma_add(inputs.dq, [row, head, cid * HALF], staged)
-    elif row + cid * HALF < numbers.tq:  # nothing is sent that lies outside altogether
-        tma_add(inputs.dq, [row + cid * HALF, head, 0], staged)
-    dk = warpgroup_mma_wait(0, [dk])
-    mark(Q_FREE + stage)
+        ds = score_gradient(p1, dp1, ring, form, stage, 1, buffer + 2 * cid + 1)
+    if not form.WITH_DQ:
+        dk = warpgroup_mma(gl.convert_layout(ds, a_l), q.slice(BM - HALF, HALF), dk, is_async=True)
+        dv = warpgroup_mma_wait(1, [dv])
+        mark(DO_FREE + stage)
+        dk = warpgroup_mma_wait(0, [dk])
+        mark(Q_FREE + stage)
+    else:
+        fence_async_shared()
+        meet()
+        dq = zero
+        for half in gl.static_range(2):
+            k = ring.k.index(first + half).reshape([HALF, D])
+            if PARTS == 1:  # 64 columns of dq, those of this consumer
+                ds_half = ring.ds.index(buffer + half)
+                k = k.slice(cid * HALF, HALF, dim=1)
+            else:  # 64 rows
+                ds_half = ring.ds.index(buffer + 2 * half + cid)
+            dq = warpgroup_mma(ds_half.permute((1, 0)), k, dq, use_acc=half > 0, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, a_l), q.slice(BM - HALF, HALF), dk, is_async=True)
+        dv = warpgroup_mma_wait(3, [dv])
+        mark(DO_FREE + stage)
+        dq = warpgroup_mma_wait(1, [dq])
+        tma.store_wait(0)  # the dq before this one has left shared memory
+        staged = ring.dq.index(cid)
+        staged.reshape([HALF, HALF]).store(dq)
+        fence_async_shared()
+        if PARTS == 1:
+            tma_add(inputs.dq, [row, head, cid * HALF], staged)
+        elif row + cid * HALF < numbers.tq:  # nothing is sent that lies outside altogether
+            tma_add(inputs.dq, [row + cid * HALF, head, 0], staged)
+        dk = warpgroup_mma_wait(0, [dk])
+        mark(Q_FREE + stage)
     return dk, dv
 
 
 @gluon.jit
-def write_rows(POINTER, x, first, end, lane, COLUMNS: gl.constexpr):
-    num_lanes = gl.num_programs(0) * gl.num_programs(2)
+def write_rows(POINTER, x, first, end, lane, num_lanes, COLUMNS: gl.constexpr):
     layout: gl.constexpr = x.type.layout
     rows = first + gl.arange(0, HALF, gl.SliceLayout(1, layout))
     dim = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
@@ -320,34 +357,37 @@ def write_rows(POINTER, x, first, end, lane, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def write_directly(cid: gl.constexpr, inputs, form: gl.constexpr, tile, dk, dv):
+def write_directly(cid: gl.constexpr, inputs, numbers, form: gl.constexpr, tile, dk, dv):
     first = tile.key0 + cid * HALF
-    write_rows(inputs.DV, dv, first, tile.key_end, tile.lane, form.DV_COLUMNS)
-    write_rows(inputs.DK, dk, first, tile.key_end, tile.lane, form.DK_COLUMNS)
+    lanes = numbers.num_lanes
+    write_rows(inputs.DV, dv, first, tile.key_end, tile.lane, lanes, form.DV_COLUMNS)
+    write_rows(inputs.DK, dk, first, tile.key_end, tile.lane, lanes, form.DK_COLUMNS)
 
 
 @gluon.jit
-def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv):
-    tile = my_tile(inputs)  # again: registers are scarce in the loops
+def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, dk, dv):
+    tile = my_tile(inputs, numbers, form, work)  # again: registers are scarce in the loops
     dk = dk * numbers.scale
     if form.STAGED:
         if tile.whole != 0:  # TMA clips at the end of a tensor, not at that of a short tile
             first = tile.key0 + cid * HALF
-            # values are read by their own consumer alone, keys by both
+            # values are read by their own consumer alone; keys by both, for dq
             ring.v.index(cid).reshape([HALF, form.D]).store(dv.to(ring.v.dtype))
-            meet()
+            if form.WITH_DQ:
+                meet()
             ring.k.index(cid).reshape([HALF, form.D]).store(dk.to(ring.k.dtype))
             fence_async_shared()
             tma_store(inputs.dv, [first, tile.lane, 0], ring.v.index(cid))
             tma_store(inputs.dk, [first, tile.lane, 0], ring.k.index(cid))
         else:
-            write_directly(cid, inputs, form, tile, dk, dv)
+            write_directly(cid, inputs, numbers, form, tile, dk, dv)
     else:
-        write_directly(cid, inputs, form, tile, dk, dv)
+        write_directly(cid, inputs, numbers, form, tile, dk, dv)
 
 
 @gluon.jit
-def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
+def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, turn, count):
+    """One tile; returns the number of blocks used so far."""
     BM: gl.constexpr = form.BM
     D: gl.constexpr = form.D
     s_l: gl.constexpr = gl.NVMMADistributedLayout(
@@ -355,16 +395,15 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     kv_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_l, k_width=2)
-    tile = my_tile(inputs)
+    tile = my_tile(inputs, numbers, form, work)
     scale2 = numbers.scale * LOG2E
     mine = cid * HALF + gl.arange(0, HALF, gl.SliceLayout(1, s_l))
     dk = gl.zeros([HALF, D], gl.float32, kv_l)
     dv = gl.zeros([HALF, D], gl.float32, kv_l)
-    count = 0
     head = tile.lane * numbers.heads_each
     end_head = head + numbers.heads_each
-    mbarrier.wait(ring.k_full, 0)
-    mbarrier.wait(ring.v_full, 0)
+    mbarrier.wait(ring.k_full, turn & 1)
+    mbarrier.wait(ring.v_full, turn & 1)
     while head < end_head:
         run = tile.first
         row = gl.load(inputs.RUNS + run * 4)
@@ -392,8 +431,25 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
             end = next_end
             run += 1
         head += 1
-    put_away(cid, inputs, numbers, ring, form, dk, dv)
+    put_away(cid, inputs, numbers, ring, form, work, dk, dv)
     tma.store_wait(0)
+    return count
+
+
+@gluon.jit
+def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
+    count = 0
+    if form.PERSISTENT:
+        num_work = numbers.num_tiles * numbers.num_lanes
+        turn = 0
+        work = gl.program_id(0)
+        while work < num_work:
+            count = work_on(cid, inputs, numbers, ring, form, work, turn, count)
+            mark(KV_FREE)
+            turn += 1
+            work = work_of(turn)
+    else:
+        work_on(cid, inputs, numbers, ring, form, 0, 0, count)
 
 
 @gluon.jit
@@ -406,13 +462,13 @@ def second_consumer(inputs, numbers, ring, form: gl.constexpr):
     consumer(1, inputs, numbers, ring, form)
 
 
-NUMBERS = ["tq", "splits", "heads_each"]
+NUMBERS = ["tq", "splits", "heads_each", "num_tiles", "section", "num_lanes"]
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_bwd_kernel(
-    Q, K, V, DO, DQ, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS, KEY_LO, KEY_HI,
-    scale, tq, splits, heads_each,
+    Q, K, V, DO, DQ32, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS, KEY_LO, KEY_HI,
+    scale, tq, splits, heads_each, num_tiles, section, num_lanes,
     FORM: gl.constexpr,
 ):
     D: gl.constexpr = FORM.D
@@ -421,13 +477,18 @@ def hopper_bwd_kernel(
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     ds_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HALF], K.dtype)
     rows_l: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ds = None
+    dq = None
+    if FORM.WITH_DQ:
+        ds = gl.allocate_shared_memory(K.dtype, [4 * BM // HALF, HALF, HALF], ds_l)
+        dq = gl.allocate_shared_memory(gl.float32, [2, HALF, 1, HALF], DQ32.layout)
     ring = Ring(
         q=gl.allocate_shared_memory(Q.dtype, [STAGES, BM, 1, D], Q.layout),
         do=gl.allocate_shared_memory(DO.dtype, [STAGES, BM, 1, D], DO.layout),
         k=gl.allocate_shared_memory(K.dtype, [2, HALF, 1, D], K.layout),
         v=gl.allocate_shared_memory(V.dtype, [2, HALF, 1, D], V.layout),
-        ds=gl.allocate_shared_memory(K.dtype, [4 * BM // HALF, HALF, HALF], ds_l),
-        dq=gl.allocate_shared_memory(gl.float32, [2, HALF, 1, HALF], DQ.layout),
+        ds=ds,
+        dq=dq,
         lse2=gl.allocate_shared_memory(gl.float32, [STAGES, BM], rows_l),
         delta=gl.allocate_shared_memory(gl.float32, [STAGES, BM], rows_l),
         q_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
@@ -441,9 +502,9 @@ def hopper_bwd_kernel(
         mbarrier.init(ring.q_full.index(i), ARRIVALS)
         mbarrier.init(ring.do_full.index(i), ARRIVALS)
     fence_async_shared()
-    inputs = Inputs(Q, K, V, DO, DQ, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS,
+    inputs = Inputs(Q, K, V, DO, DQ32, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS,
                     KEY_LO, KEY_HI)
-    numbers = Numbers(scale, tq, splits, heads_each)
+    numbers = Numbers(scale, tq, splits, heads_each, num_tiles, section, num_lanes)
     gl.warp_specialize([
         (first_consumer, (inputs, numbers, ring, FORM)),
         (second_consumer, (inputs, numbers, ring, FORM)),

@@ -11,9 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from keel.kernels.flash_common import num_sms, section_heads
+from keel.kernels.gradient_sums import gradient_sums
+from keel.kernels.hopper_dq_launch import fill_dq
 from keel.kernels.hopper_launch import block_of, can_be_described, describing, hopper_problem
-from keel.kernels.launch import Prepared, launch
-from keel.kernels.scaled_copy import scaled_copy
+from keel.kernels.launch import Prepared, Recipe, launch
+from keel.kernels.steps import Steps
 from keel.key_records import key_records
 from keel.masks import AttnMask
 from keel.meta import Scoring
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 
-MAX_KEYS = 65_535 * 64
-"""Tiles are one dim of the grid, which ends there; two neighbours hold more than 128 keys."""
+MAX_TOKENS = 65_535 * 64
+"""Tiles are one dim of the grid, which ends there; two neighbours hold more than 128 tokens."""
 
 HALF = 64
 """Keys of one consumer."""
@@ -51,8 +53,8 @@ def backward_problem(
         return f"head dims are {q.shape[2]} and {v.shape[2]}, at most 128 are supported"
     if scoring.softcap > 0:
         return "softcap is not supported"
-    if k.shape[0] > MAX_KEYS:
-        return f"{k.shape[0]} keys are more than {MAX_KEYS}"
+    if max(q.shape[0], k.shape[0]) > MAX_TOKENS:
+        return f"{q.shape[0]} queries or {k.shape[0]} keys are more than {MAX_TOKENS}"
     if dout.dtype != q.dtype or not can_be_described(dout):
         return f"dout is {dout.dtype} with strides {dout.stride()}, it must be like q"
     return None
@@ -103,40 +105,65 @@ def backward(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
+    dq32: torch.Tensor | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
     splits: int | None = None,
+    steps: Steps | None = None,
 ) -> None:
     """Fills dq, dk, dv, as flash_bwd.backward, for what `backward_problem` lets through.
 
-    dq is added up in fp32 in an order that differs from run to run. The scale is > 0. A sink needs
-    nothing here: lse2 knows of it, and its own gradient follows from lse and delta.
+    dq is added up in fp32 in an order that differs from run to run, in dq32 (tq, hq, d), which is
+    full of zeros; it is made here if it is not given. With `deterministic`, dq has a kernel of its
+    own instead. dq, dk and dv are contiguous. The scale is > 0. A sink needs nothing here: lse2
+    knows of it, and its own gradient follows from lse and delta. The launches are added to `steps`.
     """
     if 0 in (*q.shape[:2], k.shape[0]):  # nothing that a descriptor could describe
         for x in (dq, dk, dv):
             x.zero_()
+        if steps is not None:
+            steps.clear()
         return
-    (tq, hq, d), (tk, hk, dim_v) = q.shape, v.shape
+    (_, hq, d), (tk, hk, dim_v) = q.shape, v.shape
     block_d = max(block_of(d), block_of(dim_v))
     block_m = HALF * 128 // block_d
     records = key_records(mask, block_m).records
     if splits is None:
-        splits = _splits_for(mask, block_m, hk, hq // hk, num_sms(q.device))
+        splits = _splits_for(mask, block_m, hk, hq // hk, num_sms(q.device) - sm_margin)
     if (hq // hk) % splits:
         raise ValueError(f"splits must divide the {hq // hk} query heads of a key head: {splits}")
-    dq32 = torch.zeros(tq, hq, d, dtype=torch.float32, device=q.device)
-    parts = [_room_for(x, splits) for x in (dk, dv)]
-    _launch(dout, q, k, v, lse2, delta, mask, records, scoring.scale, splits, dq32, *parts)
-    for whole, part in zip((dk, dv), parts, strict=True):
-        if part is not whole:
-            whole.copy_(part.view(tk, hk, splits, -1).sum(2))
-    scaled_copy(dq32, dq, scoring.scale)
+    if deterministic:
+        dq32 = None
+    elif dq32 is None:
+        dq32 = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    parts = {}
+    if splits > 1:
+        sizes = {"DK_OUT": (tk, hk * splits, d), "DV_OUT": (tk, hk * splits, dim_v)}
+        for name, size in sizes.items():
+            parts[name] = torch.empty(size, dtype=torch.float32, device=q.device)
+    dk_out, dv_out = parts.get("DK_OUT", dk), parts.get("DV_OUT", dv)
+    given, scale = (dout, q, k, v), scoring.scale
+    dout, q, k, v = map(_for_tma, given)
+    rows = (lse2, delta)
+    launched = [
+        _launch(
+            *(dout, q, k, v, *rows, mask, records, scale, splits, sm_margin, dq32, dk_out, dv_out)
+        )
+    ]
+    if deterministic:
+        launched.append(fill_dq(dout, q, k, v, *rows, mask, scale, dq=dq, sm_margin=sm_margin))
+    if splits > 1 or not deterministic:
+        launched.append(gradient_sums(dq32, dq, dk_out, dk, dv_out, dv, scale, splits))
+    if steps is not None:
+        for recipe in launched:
+            steps.add(recipe, **parts)
+        if any(x is not y for x, y in zip(given, (dout, q, k, v), strict=True)):
+            steps.clear()  # copies are more than launches
 
 
-def _room_for(x: torch.Tensor, splits: int) -> torch.Tensor:
-    """Where the kernel writes dk or dv: x itself where it can."""
-    if splits == 1 and x.is_contiguous() and x.data_ptr() % 16 == 0:
-        return x
-    (tk, hk, dim), dtype = x.shape, torch.float32 if splits > 1 else x.dtype
-    return torch.empty(tk, hk * splits, dim, dtype=dtype, device=x.device)
+def _for_tma(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy where TMA cannot take it."""
+    return x if x.data_ptr() % 16 == 0 and 0 not in x.stride() else x.contiguous().clone()
 
 
 def _launch(
@@ -150,25 +177,22 @@ def _launch(
     records: TileRecords,
     scale: float,
     splits: int,
-    dq32: torch.Tensor,
+    sm_margin: int,
+    dq32: torch.Tensor | None,
     dk: torch.Tensor,
     dv: torch.Tensor,
-) -> None:
+) -> Recipe:
     """dk and dv are contiguous, (tk, hk * splits, dim)."""
     from keel.kernels.hopper_bwd import hopper_bwd_kernel
 
-    dout, q, k, v = (
-        x if x.data_ptr() % 16 == 0 and 0 not in x.stride() else x.contiguous().clone()
-        for x in (dout, q, k, v)
-    )
-    launch(
+    return launch(
         hopper_bwd_kernel,
-        (mask, scale, splits),
+        (mask, scale, splits, sm_margin),
         {
-            **{"Q": q, "K": k, "V": v, "DO": dout, "LSE2": lse2, "DELTA": delta, "DQ": dq32},
+            **{"Q": q, "K": k, "V": v, "DO": dout, "LSE2": lse2, "DELTA": delta, "DQ32": dq32},
             **{"DK": dk, "DV": dv, "DK_OUT": dk, "DV_OUT": dv},
         },
-        lambda: _prepare(q, k, v, dout, records, scale, splits, dq32, dk, dv),
+        lambda: _prepare(q, k, v, dout, records, scale, splits, sm_margin, dq32, dk, dv),
     )
 
 
@@ -180,12 +204,18 @@ def _prepare(
     records: TileRecords,
     scale: float,
     splits: int,
-    dq32: torch.Tensor,
+    sm_margin: int,
+    dq32: torch.Tensor | None,
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> Prepared | None:
     (tq, hq, d), (_, hk, dim_v) = q.shape, v.shape
-    form = choose_backward_form(d, dim_v, outs_match=dk.dtype == dv.dtype == q.dtype)
+    form = choose_backward_form(
+        *(d, dim_v),
+        outs_match=dk.dtype == dv.dtype == q.dtype,
+        persistent=sm_margin > 0,
+        with_dq=dq32 is not None,
+    )
     lanes = hk * splits
     heads_each = hq // lanes
     if lanes == 0:
@@ -196,15 +226,21 @@ def _prepare(
     streamed = {
         **{"Q": describing(q, block), "DO": describing(dout, block)},
         **{"K": describing(k, tile), "V": describing(v, tile)},
-        **{"DQ": describing(dq32, (HALF, HALF))},
     }
+    if dq32 is not None:
+        streamed["DQ32"] = describing(dq32, (HALF, HALF))
     if form.staged:
         streamed |= {"DK": describing(dk, tile), "DV": describing(dv, tile)}
+    num_tiles = len(records.tiles)
+    grid: tuple[int, ...] = (section, num_tiles, lanes // section)
+    if form.persistent:
+        grid = (min(num_sms(q.device) - sm_margin, num_tiles * lanes),)
     return Prepared(
-        (section, len(records.tiles), lanes // section),
+        grid,
         {
             **_on_device(records, q.device),
             **{"scale": scale, "tq": tq, "splits": splits, "heads_each": heads_each, "FORM": form},
+            **{"num_tiles": num_tiles, "section": section, "num_lanes": lanes},
         },
         num_warps=4,
         streamed=streamed,
@@ -212,12 +248,19 @@ def _prepare(
     )
 
 
-def choose_backward_form(d: int, dim_v: int, *, outs_match: bool) -> BackwardForm:
+def choose_backward_form(
+    d: int, dim_v: int, *, outs_match: bool, persistent: bool, with_dq: bool
+) -> BackwardForm:
     """What is compiled for head dims; outs_match: dk and dv have the dtype of q."""
     from keel.kernels.hopper_common import BackwardForm
 
     block_d = max(block_of(d), block_of(dim_v))
-    return BackwardForm(block_d, HALF * 128 // block_d, d, dim_v, staged=outs_match)
+    return BackwardForm(
+        *(block_d, HALF * 128 // block_d, d, dim_v),
+        staged=outs_match,
+        persistent=persistent,
+        with_dq=with_dq,
+    )
 
 
 @functools.lru_cache(maxsize=128)

@@ -86,6 +86,27 @@ class BackwardForm(Constants):
     """Blocks of rows in shared memory."""
     staged: bool = True
     """dk and dv leave through shared memory, in the place of their keys and values, by TMA."""
+    persistent: bool = False
+    """Blocks of threads stay and take one tile after the other, on fewer SMs than there are."""
+    with_dq: bool = True
+    """Else `hopper_bwd_dq` makes it, in a fixed order."""
+
+
+@dataclass(frozen=True)
+class QueryForm(Constants):
+    """What a variant of dq in a fixed order is compiled for."""
+
+    d: int
+    """Columns of blocks, 64 or 128; heads may have fewer."""
+    bn: int
+    """Keys of a block."""
+    columns: int
+    """Of heads."""
+    stages: int = 2
+    """Blocks of keys and values in shared memory."""
+    staged: bool = True
+    """dq leaves through shared memory, in the place of its queries, by TMA."""
+    persistent: bool = False
 
 
 @gluon.jit
@@ -246,6 +267,25 @@ def draw(COUNTER):
 def told(number):
     return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r",
                                      [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def work_of(turn):
+    """What a block of threads takes next without asking: from left to right, then back.
+
+    Work is sorted, most first: who had the most of one turn has the least of the next.
+    """
+    grid = gl.num_programs(0)
+    place = gl.program_id(0)
+    return turn * grid + gl.where((turn & 1) == 1, grid - 1 - place, place)
+
+
+@gluon.jit
+def place_of(work, num_tiles, section):
+    """(tile, head): heads in sections that share the L2; inside a section, longest tiles first."""
+    in_section = work % (num_tiles * section)
+    head = (work // (num_tiles * section)) * section + in_section % section
+    return in_section // section, head
 
 
 @gluon.jit

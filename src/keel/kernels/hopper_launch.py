@@ -232,7 +232,7 @@ def _prepare(
     return Prepared(
         (min(num_sms(q.device) - sm_margin, num_work),),
         {
-            **_on_device(records, q.device),
+            **on_device(records, q.device),
             **{"scale": scoring.scale, "softcap": scoring.softcap},
             **{"num_tiles": len(records.tiles), "section": section, "num_heads": hq},
             **{"group": hq // hk, "num_work": num_work, "FORM": form},
@@ -276,7 +276,7 @@ def _layout(dtype: torch.dtype, *block: int) -> Any:
 
 
 @functools.lru_cache(maxsize=128)
-def _on_device(records: TileRecords, device: torch.device) -> dict[str, torch.Tensor]:
+def on_device(records: TileRecords, device: torch.device) -> dict[str, torch.Tensor]:
     """The records as kernel arguments, copied once."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

@@ -1,0 +1,339 @@
+"""Hopper backward, dq in a fixed order: by tiles of queries, with sums in registers (Gluon, sm_90).
+
+`hopper_bwd` has TMA add up what each tile of keys gives to dq, in an order that differs from run to
+run. Here a block of threads keeps 128 queries and their dout, and keys and values pass by, over the
+tiles of the forward. That costs scores and dp once more: seven products where one pass takes five.
+
+One warp, the producer, brings everything by TMA. Two warpgroups of consumers own 64 rows each and
+share nothing but keys and values. Scores are (rows, keys), so that ds is an operand in registers of
+dq += ds k.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from keel._versions import tma_load, tma_store
+from keel.kernels.flash_common import LOG2E
+from keel.kernels.hopper_common import FIELDS, HALF, hide, mark, place_of, wait_for, work_of
+
+# fmt: off
+
+K_FREE = gl.constexpr(9)
+V_FREE = gl.constexpr(12)
+"""First named barriers of the stages of keys and of values, and"""
+Q_FREE = gl.constexpr(15)
+"""that of queries and dout, where a block of threads stays for more."""
+
+
+class Inputs(NamedTuple):
+    """Descriptors (tokens, heads, dim), and pointers."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    dq: Any
+    LSE2: Any
+    DELTA: Any
+    DQ: Any
+    TILES: Any
+    RUNS: Any
+    ROW_LO: Any
+    ROW_HI: Any
+
+
+class Numbers(NamedTuple):
+    scale: Any
+    tq: Any
+    num_tiles: Any
+    section: Any
+    num_heads: Any
+    group: Any
+
+
+class Ring(NamedTuple):
+    """Shared memory and its barriers: `full` says that data came."""
+
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    q_full: Any
+    do_full: Any
+    k_full: Any
+    v_full: Any
+
+
+class Tile(NamedTuple):
+    row0: Any
+    row_end: Any
+    head: Any
+    first: Any
+    split: Any
+    last: Any
+    row_set: Any
+    """Of the first partial run."""
+    key: Any
+    """First key and end of the first run."""
+    end: Any
+
+
+@gluon.jit
+def my_tile(inputs, numbers, form: gl.constexpr, work):
+    """As in `hopper_bwd`: lanes are query heads here."""
+    if form.PERSISTENT:
+        place, head = place_of(work, numbers.num_tiles, numbers.section)
+    else:
+        head = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
+        place = gl.program_id(1)
+    record = inputs.TILES + place * FIELDS
+    return Tile(gl.load(record), gl.load(record + 1), head, gl.load(record + 2),
+                gl.load(record + 3), gl.load(record + 4), gl.load(record + 5),
+                gl.load(record + 6), gl.load(record + 7))
+
+
+@gluon.jit
+def bring_tile(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
+    """Returns the number of blocks brought so far."""
+    tile = my_tile(inputs, numbers, form, work)
+    kv_head = tile.head // numbers.group
+    if form.PERSISTENT:
+        if turn > 0:
+            wait_for(Q_FREE)
+    mbarrier.expect(ring.q_full, 2 * HALF * form.D * 2)
+    for half in gl.static_range(2):
+        tma_load(inputs.q, [tile.row0 + half * HALF, tile.head, 0], ring.q_full, ring.q.index(half))
+    mbarrier.expect(ring.do_full, 2 * HALF * form.D * 2)
+    for half in gl.static_range(2):
+        tma_load(inputs.do, [tile.row0 + half * HALF, tile.head, 0], ring.do_full,
+                 ring.do.index(half))
+    key = tile.key
+    end = tile.end
+    for run in range(tile.first, tile.last):
+        next_key = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
+        next_end = gl.load(inputs.RUNS + run * 4 + 5)
+        while key < end:
+            stage = count % form.STAGES
+            if count >= form.STAGES:
+                wait_for(K_FREE + stage)
+            mbarrier.expect(ring.k_full.index(stage), form.BN * form.D * 2)
+            tma_load(inputs.k, [key, kv_head, 0], ring.k_full.index(stage), ring.k.index(stage))
+            if count >= form.STAGES:
+                wait_for(V_FREE + stage)
+            mbarrier.expect(ring.v_full.index(stage), form.BN * form.D * 2)
+            tma_load(inputs.v, [key, kv_head, 0], ring.v_full.index(stage), ring.v.index(stage))
+            key += form.BN
+            count += 1
+        key = next_key
+        end = next_end
+    return count
+
+
+@gluon.jit
+def producer(inputs, numbers, ring, form: gl.constexpr):
+    count = 0
+    if form.PERSISTENT:
+        num_work = numbers.num_tiles * numbers.num_heads
+        turn = 0
+        work = gl.program_id(0)
+        while work < num_work:
+            count = bring_tile(inputs, numbers, ring, form, work, turn, count)
+            turn += 1
+            work = work_of(turn)
+        wait_for(Q_FREE)
+    else:
+        count = bring_tile(inputs, numbers, ring, form, 0, 0, count)
+    for block in range(gl.maximum(count - form.STAGES, 0), count):  # marks nobody waited for
+        wait_for(K_FREE + block % form.STAGES)
+        wait_for(V_FREE + block % form.STAGES)
+
+
+@gluon.jit
+def bounds(inputs, row_set, mine):
+    rows = row_set * (2 * HALF) + mine
+    return gl.load(inputs.ROW_LO + rows), gl.load(inputs.ROW_HI + rows)
+
+
+@gluon.jit
+def step(cid: gl.constexpr, ring, form: gl.constexpr, dq, count, key, lo, hi, lse2, delta, scale2,
+         MASKED: gl.constexpr, s_l: gl.constexpr, a_l: gl.constexpr):
+    """What a block of keys adds to dq."""
+    BN: gl.constexpr = form.BN
+    D: gl.constexpr = form.D
+    stage = count % form.STAGES
+    phase = (count // form.STAGES) & 1
+    zero = gl.zeros([HALF, BN], gl.float32, s_l)
+    k = ring.k.index(stage).reshape([BN, D])
+    v = ring.v.index(stage).reshape([BN, D])
+    q = ring.q.index(cid).reshape([HALF, D])
+    do = ring.do.index(cid).reshape([HALF, D])
+    mbarrier.wait(ring.k_full.index(stage), phase)
+    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(ring.v_full.index(stage), phase)
+    dp = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, [s])
+    if MASKED:
+        s = hide(s, key, lo, hi, BN)
+    p = gl.exp2(s * scale2 - lse2[:, None])
+    dp = warpgroup_mma_wait(0, [dp])
+    mark(V_FREE + stage)
+    ds = (p * (dp - delta[:, None])).to(ring.k.dtype)
+    dq = warpgroup_mma(gl.convert_layout(ds, a_l), k, dq, is_async=True)
+    dq = warpgroup_mma_wait(0, [dq])
+    mark(K_FREE + stage)
+    return dq
+
+
+@gluon.jit
+def write_directly(cid: gl.constexpr, inputs, numbers, form: gl.constexpr, tile, dq):
+    layout: gl.constexpr = dq.type.layout
+    rows = tile.row0 + cid * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    dim = gl.arange(0, form.D, gl.SliceLayout(0, layout))
+    place = (rows.to(gl.int64) * numbers.num_heads + tile.head) * form.COLUMNS
+    inside = (rows < tile.row_end)[:, None] & (dim < form.COLUMNS)[None, :]
+    gl.store(inputs.DQ + place[:, None] + dim[None, :], dq.to(inputs.DQ.dtype.element_ty),
+             mask=inside)
+
+
+@gluon.jit
+def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, dq):
+    tile = my_tile(inputs, numbers, form, work)  # again: registers are scarce in the loops
+    dq = dq * numbers.scale
+    if form.STAGED:
+        if tile.row_end - tile.row0 == 2 * HALF:
+            staged = ring.q.index(cid)  # read by this consumer alone, and not any more
+            staged.reshape([HALF, form.D]).store(dq.to(ring.q.dtype))
+            fence_async_shared()
+            tma_store(inputs.dq, [tile.row0 + cid * HALF, tile.head, 0], staged)
+        else:
+            write_directly(cid, inputs, numbers, form, tile, dq)
+    else:
+        write_directly(cid, inputs, numbers, form, tile, dq)
+
+
+@gluon.jit
+def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, turn, count):
+    """One tile; returns the number of blocks used so far."""
+    BN: gl.constexpr = form.BN
+    s_l: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    q_l: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, form.D, 16])
+    a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=q_l, k_width=2)
+    tile = my_tile(inputs, numbers, form, work)
+    scale2 = numbers.scale * LOG2E
+    mine = cid * HALF + gl.arange(0, HALF, gl.SliceLayout(1, s_l))
+    rows = tile.row0 + mine
+    there = rows < numbers.tq
+    place = tile.head.to(gl.int64) * numbers.tq + rows
+    lse2 = gl.load(inputs.LSE2 + place, mask=there, other=float("inf"))
+    delta = gl.load(inputs.DELTA + place, mask=there, other=0.0)
+    dq = gl.zeros([HALF, form.D], gl.float32, q_l)
+    lo, hi = bounds(inputs, tile.row_set, mine)
+    run = tile.first
+    key = tile.key
+    end = tile.end
+    mbarrier.wait(ring.q_full, turn & 1)
+    mbarrier.wait(ring.do_full, turn & 1)
+    while run < tile.last:  # not a loop for each kind of run: see the forward
+        next_key = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
+        next_end = gl.load(inputs.RUNS + run * 4 + 5)
+        if run < tile.split:
+            while key < end:
+                dq = step(cid, ring, form, dq, count, key, lo, hi, lse2, delta, scale2, False, s_l,
+                          a_l)
+                key += BN
+                count += 1
+        else:
+            next_lo, next_hi = bounds(inputs, gl.load(inputs.RUNS + run * 4 + 6), mine)
+            while key < end:
+                dq = step(cid, ring, form, dq, count, key, lo, hi, lse2, delta, scale2, True, s_l,
+                          a_l)
+                key += BN
+                count += 1
+            lo = next_lo
+            hi = next_hi
+        key = next_key
+        end = next_end
+        run += 1
+    put_away(cid, inputs, numbers, ring, form, work, dq)
+    tma.store_wait(0)
+    return count
+
+
+@gluon.jit
+def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
+    count = 0
+    if form.PERSISTENT:
+        num_work = numbers.num_tiles * numbers.num_heads
+        turn = 0
+        work = gl.program_id(0)
+        while work < num_work:
+            count = work_on(cid, inputs, numbers, ring, form, work, turn, count)
+            mark(Q_FREE)
+            turn += 1
+            work = work_of(turn)
+    else:
+        work_on(cid, inputs, numbers, ring, form, 0, 0, count)
+
+
+@gluon.jit
+def first_consumer(inputs, numbers, ring, form: gl.constexpr):
+    consumer(0, inputs, numbers, ring, form)
+
+
+@gluon.jit
+def second_consumer(inputs, numbers, ring, form: gl.constexpr):
+    consumer(1, inputs, numbers, ring, form)
+
+
+NUMBERS = ["tq", "num_tiles", "section", "num_heads", "group"]
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def hopper_bwd_dq_kernel(
+    Q, K, V, DO, DQ, LSE2, DELTA, DQ_OUT, TILES, RUNS, ROW_LO, ROW_HI,
+    scale, tq, num_tiles, section, num_heads, group,
+    FORM: gl.constexpr,
+):
+    D: gl.constexpr = FORM.D
+    BN: gl.constexpr = FORM.BN
+    STAGES: gl.constexpr = FORM.STAGES
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    ring = Ring(
+        q=gl.allocate_shared_memory(Q.dtype, [2, HALF, 1, D], Q.layout),
+        do=gl.allocate_shared_memory(DO.dtype, [2, HALF, 1, D], DO.layout),
+        k=gl.allocate_shared_memory(K.dtype, [STAGES, BN, 1, D], K.layout),
+        v=gl.allocate_shared_memory(V.dtype, [STAGES, BN, 1, D], V.layout),
+        q_full=gl.allocate_shared_memory(gl.int64, [1], barrier),
+        do_full=gl.allocate_shared_memory(gl.int64, [1], barrier),
+        k_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        v_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+    )
+    mbarrier.init(ring.q_full, 1)
+    mbarrier.init(ring.do_full, 1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ring.k_full.index(i), 1)
+        mbarrier.init(ring.v_full.index(i), 1)
+    fence_async_shared()
+    inputs = Inputs(Q, K, V, DO, DQ, LSE2, DELTA, DQ_OUT, TILES, RUNS, ROW_LO, ROW_HI)
+    numbers = Numbers(scale, tq, num_tiles, section, num_heads, group)
+    gl.warp_specialize([
+        (first_consumer, (inputs, numbers, ring, FORM)),
+        (second_consumer, (inputs, numbers, ring, FORM)),
+        (producer, (inputs, numbers, ring, FORM)),
+    ], [4, 1], [240, 24])
+
+
+# fmt: on
