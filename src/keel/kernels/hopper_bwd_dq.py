@@ -25,7 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from keel._versions import tma_load, tma_store
 from keel.kernels.flash_common import LOG2E
-from keel.kernels.hopper_common import FIELDS, HALF, hide, mark, place_of, wait_for, work_of
+from keel.kernels.hopper_common import FIELDS, hide, mark, place_of, wait_for, work_of
+from keel.kernels.hopper_common import PART as HALF
 
 # fmt: off
 
