@@ -11,6 +11,7 @@ theirs is hidden altogether.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -37,6 +38,12 @@ from keel.tiling import (
 PART = 64
 """Rows of one warpgroup."""
 
+HALF = 64
+"""Keys of half a block of 128."""
+
+FAR = 250
+"""Half blocks of a partial run; of longer ones all are needed."""
+
 ROWS = 2 * PART
 """Rows of a tile, unless another number is asked for."""
 
@@ -58,8 +65,12 @@ class TileRecords:
     """(tiles, FIELDS), most work first: row0, end of rows, first run, first partial run, end of
     runs, row set of the first partial run, and first key and end of keys of the first run."""
     runs: Int32s
-    """(runs + 1, 4): first key, end of keys, row set (0 when full), 0; one more at the end. Full
-    ones come first: what a tile begins with overlaps with nothing, and should be short."""
+    """(runs + 1, 4): first key, end of keys, row set (0 when full), needs; one more at the end.
+    Full ones come first: what a tile begins with overlaps with nothing, and should be short.
+
+    Needs, of partial runs in tiles of two parts: a byte each for the first half block (64 keys) of
+    the run that the first part of the rows sees, and the end of those; then the same for the other
+    part. (0, 255) in runs longer than FAR."""
     row_lo: Int32s
     """(row sets, rows of a tile): row r sees keys [lo, hi); in the last set, nothing."""
     row_hi: Int32s
@@ -86,7 +97,27 @@ def best_records(mask: AttnMask, block_ns: tuple[int, ...], tile_rows: int = ROW
     choices = [
         make_records(rows, mask.tq, starts, n, tile_rows) for n in block_ns for starts in cuts
     ]
-    return min(choices, key=lambda records: records.time)
+    best = min(choices, key=lambda records: records.time)
+    return best if tile_rows != 2 * PART else _with_needs(best)
+
+
+def _with_needs(records: TileRecords) -> TileRecords:
+    """Runs with what each part of the rows needs of them."""
+    key, end, row_set = records.runs[:, :3].T.astype(np.int64)
+    nothing = records.row_lo >= records.row_hi
+    low = np.where(nothing, np.iinfo(np.int32).max, records.row_lo)
+    high = np.where(nothing, 0, records.row_hi)
+    needs = np.zeros(len(key), np.int64)
+    for part in range(2):
+        rows = slice(part * PART, (part + 1) * PART)
+        first = np.clip(low[:, rows].min(1)[row_set] - key, 0, end - key) // HALF
+        behind = -(np.clip(high[:, rows].max(1)[row_set] - key, 0, end - key) // -HALF)
+        too_long = end - key > FAR * HALF
+        first, behind = np.where(too_long, 0, first), np.where(too_long, 255, behind)
+        needs |= (first | behind << 8) << 16 * part
+    runs = records.runs.copy()
+    runs[:, 3] = needs.astype(np.uint32).view(np.int32)
+    return dataclasses.replace(records, runs=runs)
 
 
 def document_cuts(rows: RowIntervals, tq: int, tile_rows: int = ROWS) -> Ints:

@@ -50,7 +50,9 @@ def test_straight_launches_give_what_operators_give(backend):
         kept.append((tensors, got))  # addresses change
     (call,) = direct._known.values()
     assert call._recipe.straight is not None, "Triton's launcher was not recognised"
-    assert all(recipe.straight is not None for s in call._backwards.values() for recipe in s)
+    assert all(
+        recipe.straight is not None for s in call._backwards.values() for recipe in s.recipes
+    )
 
 
 @pytest.mark.parametrize("backend", backends())

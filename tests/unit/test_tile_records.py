@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from tests.strategies import attn_masks
 
 from keel import masks
-from keel.masks import AttnMask
+from keel.masks import AttnMask, AttnSlice
 from keel.tile_records import (
+    FAR,
+    HALF,
+    PART,
     ROWS,
     TileRecords,
     best_records,
@@ -22,26 +25,40 @@ from keel.tile_records import (
 )
 
 
-def blocks_of(records: TileRecords) -> Iterable[tuple[int, int, int, int, int]]:
-    """(first row, end of rows, first key, end of keys, row set or -1) of every block."""
+def blocks_of(records: TileRecords) -> Iterable[tuple[int, ...]]:
+    """(first row, end of rows, first key, end of keys, row set or -1, needs, number in its run) of
+    every block; 0 needs all, as does the first block of a tile."""
     for row0, row_end, first, split, last, *_ in records.tiles.tolist():
         for run in range(first, last):
-            key, end, row_set, _ = records.runs[run].tolist()
-            for k in range(key, end, records.block_n):
-                yield row0, row_end, k, k + records.block_n, -1 if run < split else row_set
+            key, end, row_set, needs = records.runs[run].tolist()
+            for number, k in enumerate(range(key, end, records.block_n)):
+                place = (row0, row_end, k, k + records.block_n, -1 if run < split else row_set)
+                yield *place, 0 if run == first and number == 0 else needs, number
+
+
+def halves_left_out(needs: int, part: int, block: int) -> list[int]:
+    """As the kernel does: none where it would be both."""
+    first, end = needs >> 16 * part & 255, needs >> 16 * part + 8 & 255
+    number = min(2 * block, FAR)
+    needed = [first <= number + half < end for half in (0, 1)]
+    return [needed.index(False)] if sum(needed) == 1 else []
 
 
 def covered(records: TileRecords, mask: AttnMask) -> torch.Tensor:
     """How often the kernel lets a pair through, (tq, tk); keys past the end count as wrong."""
     count = torch.zeros(mask.tq, mask.tk + records.block_n, dtype=torch.int64)
-    for row0, row_end, key, end, row_set in blocks_of(records):
+    for row0, row_end, key, end, row_set, needs, number in blocks_of(records):
         rows = row_end - row0
         if row_set < 0:
             count[row0:row_end, key:end] += 1
             continue
         lo, hi = (torch.from_numpy(x[row_set, :rows]) for x in (records.row_lo, records.row_hi))
         j = torch.arange(key, end)
-        count[row0:row_end, key:end] += (j >= lo[:, None]) & (j < hi[:, None])
+        seen = (j >= lo[:, None]) & (j < hi[:, None])
+        for part in range(2 if records.rows == ROWS else 0):
+            for half in halves_left_out(needs, part, number):
+                seen[part * PART : (part + 1) * PART, half * HALF : (half + 1) * HALF] = False
+        count[row0:row_end, key:end] += seen
     assert not count[:, mask.tk :].any()
     return count[:, : mask.tk]
 
@@ -157,3 +174,23 @@ def test_a_short_tile_has_full_blocks():
         (200, 128, True),
         (200, 192, False),
     ]
+
+
+def test_consumers_need_half_of_the_diagonal():
+    records = best_records(masks.causal(512), (128,))
+    left_out = [
+        [halves_left_out(needs, part, number) for part in range(2)]
+        for *_, row_set, needs, number in blocks_of(records)
+        if row_set >= 0 and needs
+    ]
+    assert left_out == [[[1], []]] * 3  # three of four tiles begin with a full block
+
+
+def test_long_partial_runs_are_needed_whole():
+    tokens = (FAR + 20) * HALF
+    mask = AttnMask(
+        [AttnSlice((0, 1), (0, tokens)), AttnSlice((1, 2), (tokens - 1, tokens))], 2, tokens
+    )
+    records = best_records(mask, (128,))
+    check(records, mask)
+    assert not any(halves_left_out(x[5], 0, x[6]) for x in blocks_of(records))

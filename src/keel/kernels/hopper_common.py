@@ -9,12 +9,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from keel import tile_records
-from keel.kernels.flash_common import LOG2E, RAISE_MAX
+from keel.kernels.flash_common import LOG2E
 
 # fmt: off
 
 PART = gl.constexpr(tile_records.PART)
 """Rows of one consumer."""
+HALF = gl.constexpr(tile_records.HALF)
+"""Keys of half a block of 128."""
+FAR = gl.constexpr(tile_records.FAR)
 FIELDS = gl.constexpr(tile_records.FIELDS)
 """Numbers by which the producer tells of a tile."""
 
@@ -50,9 +53,8 @@ class Form(Constants):
     """Maxima of rows by short chains side by side instead of one long one."""
     late_bounds: bool = False
     """Bounds of a partial run are read when it begins and not a run ahead: fewer registers."""
-    late_wait: int = 0
-    """Exponentials of half of the rows (1) or of all (2) come before the wait for the values of the
-    block before, as they are written; ptxas puts most of them behind it."""
+    halves: bool = False
+    """Of partial blocks of 128 keys, consumers compute the half that they need, if it is one."""
     turns: bool = False
     """Consumers issue their products in turns, so that each has its exponentials while others have
     the tensor cores. For two stages: the barriers of a third serve for this."""
@@ -126,33 +128,6 @@ def mark(number, CONSUMERS: gl.constexpr = 2):
 
 
 @gluon.jit
-def mark_behind(number, sums, form: gl.constexpr):
-    """`mark`, when the sums are there: ptxas moves arithmetic across barriers, but not its results.
-
-    Sums are at least zero, or NaN, so it is always this number; ptxas does not know.
-    """
-    THREADS: gl.constexpr = 32 + 128 * form.CONSUMERS
-    LAST: gl.constexpr = 5 if form.LATE_WAIT == 1 else 7  # two columns of a row, two of the other
-    numbers = gl.full(sums.shape, number, gl.int32, sums.type.layout)
-    gl.inline_asm_elementwise(
-        f"""{{
-        .reg .pred odd;
-        .reg .b32 number;
-        setp.lt.f32 odd, $4, 0fBF800000;
-        setp.lt.or.f32 odd, $5, 0fBF800000, odd;
-        setp.lt.or.f32 odd, ${LAST - 1}, 0fBF800000, odd;
-        setp.lt.or.f32 odd, ${LAST}, 0fBF800000, odd;
-        selp.b32 number, 8, $8, odd;
-        bar.arrive number, {THREADS};
-        mov.u32 $0, 0;
-        mov.u32 $1, 0;
-        mov.u32 $2, 0;
-        mov.u32 $3, 0;
-        }}""", "=r,=r,=r,=r,f,f,f,f,r,r,r,r,~{memory}", [sums, numbers],
-        dtype=gl.int32, is_pure=False, pack=4)
-
-
-@gluon.jit
 def take_turn(cid: gl.constexpr, form: gl.constexpr):
     if form.TURNS:
         NUMBER: gl.constexpr = 11 if cid == 0 else 13 + cid
@@ -188,13 +163,40 @@ def phase_of(count, form: gl.constexpr):
 
 
 @gluon.jit
-def raise_max(POINTER, seen, value):
-    """As in flash_common, where it is explained."""
-    zeros = gl.full(value.shape, 0.0, gl.float32, value.type.layout)
-    place = POINTER + zeros.to(gl.int32)
+def raise_max(POINTER, value):
+    """Raises one float to the highest of a tile's: as in flash_common, but one `red` of each warp.
+
+    A thread has two rows. Without a look at what is there already there is neither a load to wait
+    for nor a branch, at which ptxas would wait for products that are under way.
+    """
+    zeros = gl.full(value.shape, 0, gl.int32, value.type.layout)
+    place = (POINTER + zeros).to(gl.int64, bitcast=True)
     gl.inline_asm_elementwise(
-        RAISE_MAX, "=r,l,f,f", [place.to(gl.int64, bitcast=True), value, zeros + seen],
-        dtype=gl.int32, is_pure=False, pack=1)
+        """{
+        .reg .pred first, negative, positive;
+        .reg .b32 bits, other, flip, lane;
+        add.f32 bits, $4, 0f00000000;
+        add.f32 other, $5, 0f00000000;
+        shr.s32 flip, bits, 31;
+        and.b32 flip, flip, 0x7fffffff;
+        xor.b32 bits, bits, flip;
+        shr.s32 flip, other, 31;
+        and.b32 flip, flip, 0x7fffffff;
+        xor.b32 other, other, flip;
+        max.s32 bits, bits, other;
+        redux.sync.max.s32 bits, bits, 0xffffffff;
+        shr.s32 flip, bits, 31;
+        and.b32 flip, flip, 0x7fffffff;
+        xor.b32 bits, bits, flip;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        setp.lt.and.s32 negative, bits, 0, first;
+        setp.ge.and.s32 positive, bits, 0, first;
+        @positive red.relaxed.gpu.global.max.s32 [$2], bits;
+        @negative red.relaxed.gpu.global.min.u32 [$2], bits;
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
+        }""", "=r,=r,l,l,f,f", [place, value], dtype=gl.int32, is_pure=False, pack=2)
 
 
 @gluon.jit
@@ -289,12 +291,13 @@ def place_of(work, num_tiles, section):
 
 
 @gluon.jit
-def hide(s, key, lo, hi, BN: gl.constexpr):
+def hide(s, key, lo, hi):
     """Scores of keys outside of [lo, hi) to -inf.
 
     A thread holds every eighth pair of columns. Seen as (rows, BN / 8, 8), the middle index is a
     constant of each register, so that a bound costs one compare with an immediate.
     """
+    BN: gl.constexpr = s.shape[1]
     t = s.reshape([PART, BN // 8, 8])
     L: gl.constexpr = t.type.layout
     octet = 8 * gl.arange(0, BN // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
@@ -321,9 +324,9 @@ def row_max(s, form: gl.constexpr):
 
 
 @gluon.jit
-def lane_sums(p, BN: gl.constexpr):
+def lane_sums(p):
     """Row sums of each lane's own columns, (rows, 8): lanes meet at the end of the tile."""
-    return gl.sum(p.reshape([PART, BN // 8, 8]), 1)
+    return gl.sum(p.reshape([PART, p.shape[1] // 8, 8]), 1)
 
 
 @gluon.jit

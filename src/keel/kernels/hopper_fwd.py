@@ -27,7 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from keel._versions import tma_load, tma_store
 from keel.kernels.flash_common import LN2, LOG2E
 from keel.kernels.hopper_common import (
+    FAR,
     FIELDS,
+    HALF,
     PART,
     capped,
     draw,
@@ -36,7 +38,6 @@ from keel.kernels.hopper_common import (
     hide,
     lane_sums,
     mark,
-    mark_behind,
     pass_turn,
     phase_of,
     publish,
@@ -113,6 +114,8 @@ class Tile(NamedTuple):
     key: Any
     """First key and end of the first run."""
     end: Any
+    needs: Any
+    """Halves of blocks that consumers need of the first partial run: see `TileRecords.runs`."""
 
 
 @gluon.jit
@@ -206,15 +209,34 @@ def next_tile(inputs, ring, turn, mine, form: gl.constexpr):
     if row0 < 0:  # what follows is left over from an earlier tile, or from nowhere
         row_set = 0
         first = 0
+        split = 0
+        last = 1
     end = gl.load(inputs.RUNS + first * 4 + 1)
     lo, hi = bounds(inputs, row_set, mine, form)
-    return Tile(row0, row_end, head, first, split, last, key, end), lo, hi
+    needs = gl.load(inputs.RUNS + gl.minimum(split, last - 1) * 4 + 3)
+    return Tile(row0, row_end, head, first, split, last, key, end, needs), lo, hi
+
+
+@gluon.jit
+def needed(needs, half, cid: gl.constexpr):
+    """1 for the first half alone, 2 for the second alone; else both, or none, which is rare."""
+    first = (needs >> (16 * cid)) & 255
+    end = (needs >> (16 * cid + 8)) & 255
+    left = ((first <= half) & (half < end)).to(gl.int32)
+    right = ((first <= half + 1) & (half + 1 < end)).to(gl.int32)
+    return left + 2 * right
 
 
 @gluon.jit
 def bounds(inputs, row_set, mine, form: gl.constexpr):
     rows = row_set * form.ROWS + mine
     return gl.load(inputs.ROW_LO + rows), gl.load(inputs.ROW_HI + rows)
+
+
+@gluon.constexpr_function
+def scores_layout(keys):
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys, 16])
 
 
 @gluon.jit
@@ -224,54 +246,92 @@ def scores(s, key, lo, hi, raw_top, numbers, form: gl.constexpr, MASKED: gl.cons
         if form.WANT_MAX:
             raw = s * numbers.scale
             if MASKED:
-                raw = hide(raw, key, lo, hi, form.BN)
+                raw = hide(raw, key, lo, hi)
             raw_top = gl.maximum(raw_top, gl.max(raw, 1))
         s = capped(s, numbers.scale, numbers.softcap)
     if MASKED:
-        s = hide(s, key, lo, hi, form.BN)
+        s = hide(s, key, lo, hi)
     return s, raw_top
 
 
 @gluon.jit
-def step(cid: gl.constexpr, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero,
-         scale2, numbers, form: gl.constexpr, MASKED: gl.constexpr, p_l: gl.constexpr,
-         row_l: gl.constexpr):
-    """Scores of a block of keys while the values of the block before are added up."""
+def add_values(ring, acc, probs, stage, form: gl.constexpr):
+    """acc += probs v, probabilities by halves of a block where blocks have halves."""
+    v = ring.v.index(stage).reshape([form.BN, form.DV])
+    if form.HALVES:
+        acc = warpgroup_mma(probs[0], v.slice(0, HALF), acc, is_async=True)
+        return warpgroup_mma(probs[1], v.slice(HALF, HALF), acc, is_async=True)
+    else:
+        return warpgroup_mma(probs[0], v, acc, is_async=True)
+
+
+@gluon.jit
+def as_operands(p, ring, form: gl.constexpr, WHICH: gl.constexpr, p_l: gl.constexpr):
+    """Probabilities as `add_values` takes them, those of the other half zeros."""
+    p = p.to(ring.k.dtype)
+    if not form.HALVES:
+        return (gl.convert_layout(p, p_l),)
+    elif WHICH == 2:
+        left, right = p.reshape([PART, 2, HALF]).permute((0, 2, 1)).split()
+        return gl.convert_layout(left, p_l), gl.convert_layout(right, p_l)
+    else:
+        p = gl.convert_layout(p, p_l)
+        zeros = gl.zeros([PART, HALF], ring.k.dtype, p_l)
+        if WHICH == 0:
+            return p, zeros
+        else:
+            return zeros, p
+
+
+@gluon.jit
+def step(cid: gl.constexpr, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
+         scale2, numbers, form: gl.constexpr, MASKED: gl.constexpr, WHICH: gl.constexpr,
+         p_l: gl.constexpr, row_l: gl.constexpr):
+    """Scores of a block of keys while the values of the block before are added up.
+
+    WHICH: the half of the block that is needed, 0 or 1; 2 for all of it.
+    """
+    KEYS: gl.constexpr = form.BN if WHICH == 2 else HALF
+    PENDING: gl.constexpr = 2 if form.HALVES else 1
+    s_l: gl.constexpr = scores_layout(KEYS)
+    srow_l: gl.constexpr = top2.type.layout
     stage = stage_of(count, form)
     phase = phase_of(count, form)
     next_stage = stage_of(count + 1, form)
     next_phase = phase_of(count + 1, form)
+    k = ring.k.index(next_stage).reshape([form.BN, form.D])
+    if WHICH != 2:
+        k = k.slice(WHICH * HALF, HALF)
     mbarrier.wait(ring.k_full.index(next_stage), next_phase)
     take_turn(cid, form)
-    s = warpgroup_mma(q, ring.k.index(next_stage).reshape([form.BN, form.D]).permute((1, 0)), zero,
+    s = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([PART, KEYS], gl.float32, s_l),
                       use_acc=False, is_async=True)
     mbarrier.wait(ring.v_full.index(stage), phase)
-    acc = warpgroup_mma(probs, ring.v.index(stage).reshape([form.BN, form.DV]), acc, is_async=True)
+    acc = add_values(ring, acc, probs, stage, form)
     pass_turn(cid, form)
-    s = warpgroup_mma_wait(1, [s])
-    if form.LATE_WAIT == 0:
-        mark(K_FREE + next_stage, form.CONSUMERS)
+    s = warpgroup_mma_wait(PENDING, [s])
+    mark(K_FREE + next_stage, form.CONSUMERS)
+    if WHICH == 1:
+        key += HALF
     s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, MASKED)
-    new_top2 = gl.maximum(top2, row_max(s, form) * scale2)
+    new_top2 = gl.maximum(top2, gl.convert_layout(row_max(s, form), srow_l) * scale2)
     shift = new_top2
     if MASKED:
         shift = gl.where(new_top2 == float("-inf"), 0.0, new_top2)
-    p = gl.exp2(s * scale2 - shift[:, None])
+    p = gl.exp2(s * scale2 - gl.convert_layout(shift, gl.SliceLayout(1, s_l))[:, None])
     decay = gl.exp2(top2 - shift)
     sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None]
-    sums += lane_sums(p, form.BN)
-    if form.LATE_WAIT > 0:
-        mark_behind(K_FREE + next_stage, sums, form)
+    sums += gl.convert_layout(lane_sums(p), sums.type.layout)
     acc = warpgroup_mma_wait(0, [acc])
     mark(V_FREE + stage, form.CONSUMERS)
-    probs = gl.convert_layout(p.to(ring.k.dtype), p_l)
+    probs = as_operands(p, ring, form, WHICH, p_l)
     acc = acc * gl.convert_layout(decay, row_l)[:, None]
     return acc, sums, new_top2, raw_top, probs
 
 
 @gluon.jit
 def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0, row_end, head,
-             buffer, acc, total, top2, raw_top, seen, mine, o_l: gl.constexpr):
+             buffer, acc, total, top2, raw_top, mine, o_l: gl.constexpr):
     """Sink, lse, out and max logits of a finished tile."""
     row_l: gl.constexpr = gl.SliceLayout(1, o_l)
     rows = row0 + mine
@@ -329,15 +389,14 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0,
         else:
             gl.store(place, out, mask=inside)
     if form.WANT_MAX:  # last, when nothing waits for it any more
-        raise_max(inputs.MAX_LOGITS + head, seen, row_top)
+        raise_max(inputs.MAX_LOGITS + head, row_top)
 
 
 @gluon.jit
 def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     BN: gl.constexpr = form.BN
     DV: gl.constexpr = form.DV
-    s_l: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    s_l: gl.constexpr = scores_layout(BN)
     o_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_l, k_width=2)
@@ -352,7 +411,6 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     total = gl.zeros([PART], gl.float32, srow_l)
     top2 = gl.full([PART], float("-inf"), gl.float32, srow_l)
     raw_top = top2
-    seen = 0.0
     count = 0
     turn = 0
     if cid == form.CONSUMERS - 1:
@@ -367,7 +425,7 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         if form.Q_BUFFERS == 1:
             if turn > 0:
                 put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, 0, acc,
-                         total, top2, raw_top, seen, mine, o_l)
+                         total, top2, raw_top, mine, o_l)
         mbarrier.wait(ring.q_full.index(buffer), (turn // form.Q_BUFFERS) & 1)
         stage = stage_of(count, form)
         mbarrier.wait(ring.k_full.index(stage), phase_of(count, form))
@@ -377,7 +435,7 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         if form.Q_BUFFERS == 2:
             if turn > 0:
                 put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, buffer ^ 1,
-                         acc, total, top2, raw_top, seen, mine, o_l)
+                         acc, total, top2, raw_top, mine, o_l)
         s = warpgroup_mma_wait(0, [s])
         mark(K_FREE + stage, form.CONSUMERS)
         key = tile.key
@@ -389,8 +447,8 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         top2 = row_max(s, form) * scale2
         shift = gl.where(top2 == float("-inf"), 0.0, top2)
         p = gl.exp2(s * scale2 - shift[:, None])
-        sums = lane_sums(p, BN)
-        probs = gl.convert_layout(p.to(ring.k.dtype), p_l)
+        sums = lane_sums(p)
+        probs = as_operands(p, ring, form, 2, p_l)
         acc = gl.zeros([PART, form.DV], gl.float32, o_l)
         if form.Q_BUFFERS == 2:
             if turn > 0:  # what was put away has left shared memory by now
@@ -398,6 +456,7 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
                 mbarrier.arrive(ring.q_empty.index(buffer ^ 1), count=1)
         key += BN
         end = tile.end
+        needs = tile.needs
         # One loop: of two, ptxas 12.8 gave the second the descriptors of q that the first had
         # computed, even where the first had nothing to do.
         for run in range(tile.first, tile.last):
@@ -406,37 +465,52 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
             if run < tile.split:
                 while key < end:
                     acc, sums, top2, raw_top, probs = step(
-                        cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero,
-                        scale2, numbers, form, False, p_l, row_l)
+                        cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
+                        scale2, numbers, form, False, 2, p_l, row_l)
                     key += BN
                     count += 1
             else:
                 if form.LATE_BOUNDS:  # those of the first such run are in the L1: see next_tile
                     lo, hi = bounds(inputs, gl.load(inputs.RUNS + run * 4 + 2), mine, form)
-                    next_lo, next_hi = lo, hi
+                    next_lo, next_hi, next_needs = lo, hi, needs
                 else:
                     following = gl.minimum(run + 1, tile.last - 1)
                     next_set = gl.load(inputs.RUNS + following * 4 + 2)
+                    next_needs = gl.load(inputs.RUNS + following * 4 + 3)
                     next_lo, next_hi = bounds(inputs, next_set, mine, form)
+                half = gl.where(run == tile.first, 2, 0)  # the first block is behind
                 while key < end:
-                    acc, sums, top2, raw_top, probs = step(
-                        cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, zero,
-                        scale2, numbers, form, True, p_l, row_l)
+                    if form.HALVES:
+                        need = needed(needs, gl.minimum(half, FAR), cid)
+                        if need == 1:
+                            acc, sums, top2, raw_top, probs = step(
+                                cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
+                                scale2, numbers, form, True, 0, p_l, row_l)
+                        elif need == 2:
+                            acc, sums, top2, raw_top, probs = step(
+                                cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
+                                scale2, numbers, form, True, 1, p_l, row_l)
+                        else:
+                            acc, sums, top2, raw_top, probs = step(
+                                cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
+                                scale2, numbers, form, True, 2, p_l, row_l)
+                    else:
+                        acc, sums, top2, raw_top, probs = step(
+                            cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
+                            scale2, numbers, form, True, 2, p_l, row_l)
                     key += BN
+                    half += 2
                     count += 1
                 lo = next_lo
                 hi = next_hi
+                needs = next_needs
             key = next_key
             end = next_end
         if form.Q_BUFFERS == 1:
             mbarrier.arrive(ring.q_empty.index(0), count=1)
         stage = stage_of(count, form)
         mbarrier.wait(ring.v_full.index(stage), phase_of(count, form))
-        acc = warpgroup_mma(probs, ring.v.index(stage).reshape([BN, form.DV]), acc, is_async=True)
-        if form.WANT_MAX:
-            # from the L2, since the L1 keeps what it held when the launch began; here, since this
-            # tile is put away behind the next one's first scores, and nothing asks for it before
-            seen = gl.load(inputs.MAX_LOGITS + tile.head, cache_modifier=".cg")
+        acc = add_values(ring, acc, probs, stage, form)
         old_row0 = tile.row0
         old_end = tile.row_end
         old_head = tile.head
@@ -449,7 +523,7 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     if cid == 0:
         take_turn(cid, form)  # the last one nobody else takes
     put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head,
-             (turn + 1) % form.Q_BUFFERS, acc, total, top2, raw_top, seen, mine, o_l)
+             (turn + 1) % form.Q_BUFFERS, acc, total, top2, raw_top, mine, o_l)
     if form.FRESH_MAX:
         mbarrier.arrive(ring.fields_empty.index(turn & 1), count=1)
     tma.store_wait(0)

@@ -88,7 +88,8 @@ def choose_form(
     consumers: int = 2,
     tree: bool | None = None,
     late_bounds: bool | None = None,
-    late_wait: int = 0,
+    turns: bool | None = None,
+    halves: bool | None = None,
     **options: bool,
 ) -> Form:
     """What is compiled for head dims and blocks of bn keys.
@@ -96,6 +97,7 @@ def choose_form(
     out_matches: out has the dtype of q, and a layout that TMA can write.
     consumers: 3 for tiles of 192 rows, where head dims are at most 64.
     tree, late_bounds: None for where registers ask for it.
+    turns, halves: None for where they pay.
     """
     from keel.kernels.hopper_common import Form
 
@@ -107,7 +109,7 @@ def choose_form(
         )
     small = block_d + block_dv <= 256
     stages = 3 if small and bn == 64 else 2
-    if options.get("turns") and stages != 2:
+    if turns and stages != 2:
         raise ValueError(
             f"turns go with two stages, and blocks of {bn} keys have {stages}: use 128"
         )
@@ -121,7 +123,8 @@ def choose_form(
         consumers=consumers,
         tree=consumers == 3 if tree is None else tree,
         late_bounds=consumers == 3 if late_bounds is None else late_bounds,
-        late_wait=late_wait,
+        turns=small and stages == 2 if turns is None else turns,
+        halves=(bn, consumers) == (128, 2) if halves is None else halves,
         **options,
     )
 
@@ -289,6 +292,14 @@ def on_device(records: TileRecords, device: torch.device) -> dict[str, torch.Ten
 
 
 _counters: dict[tuple[int | None, int], torch.Tensor] = {}
+_spare_counters: dict[int | None, list[torch.Tensor]] = {}
+"""For graphs: what one has taken is its own for good."""
+
+_taken: list[torch.Tensor] = []
+
+NUM_SPARES = 1024
+COUNTER_WIDTH = 32
+"""Numbers, 128 bytes: atomics of two counters do not meet."""
 
 
 def work_counter(sm_margin: int, device: torch.device, stream: int | None = None) -> torch.Tensor:
@@ -296,18 +307,33 @@ def work_counter(sm_margin: int, device: torch.device, stream: int | None = None
     after each launch.
 
     Launches on one stream follow each other, so they share a counter. A graph may be replayed
-    beside anything, so it gets one of its own. `stream`: from `launch_stream`, if it is known.
+    beside anything, so each of its launches gets one of its own: a spare one, or, where these have
+    run out or nothing was called before, one that replays fill. `stream`: from `launch_stream`, if
+    it is known.
     """
     if stream is None:
         stream = _stream_of(device)
     if stream is None:
-        return torch.zeros(2, dtype=torch.int32, device=device)
+        spares = _spare_counters.get(device.index)
+        if not spares:
+            return torch.zeros(2, dtype=torch.int32, device=device)
+        _taken.append(spares.pop())
+        return _taken[-1]
     key = (device.index, stream)
     counter = _counters.get(key)
     if counter is None:
-        with torch.inference_mode(False):
-            counter = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+        counter = _counters[key] = _new_counters(1, device)[0]
+        if device.index not in _spare_counters:
+            _spare_counters[device.index] = _new_counters(NUM_SPARES, device)
+            if device.type == "cuda":  # graphs use them on other streams
+                torch.cuda.current_stream(device).synchronize()
     return counter
+
+
+def _new_counters(number: int, device: torch.device) -> list[torch.Tensor]:
+    with torch.inference_mode(False), torch.no_grad():
+        block = torch.zeros(number, COUNTER_WIDTH, dtype=torch.int32, device=device)
+        return [row[:2] for row in block.unbind()]
 
 
 def _stream_of(device: torch.device) -> int | None:
