@@ -92,6 +92,8 @@ class BackwardForm(Constants):
     """Blocks of threads stay and take one tile after the other, on fewer SMs than there are."""
     with_dq: bool = True
     """Else `hopper_bwd_dq` makes it, in a fixed order."""
+    direct: bool = True
+    """dq is added up from registers and not by TMA."""
 
 
 @dataclass(frozen=True)
