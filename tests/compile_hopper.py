@@ -19,7 +19,7 @@ from keel.kernels import hopper_fwd
 from keel.kernels.hopper_common import Form
 from keel.kernels.hopper_launch import block_ns, choose_form
 
-FLOATS = {"LSE", "MAX_LOGITS", "FRESH_MAX", "SINK"}
+FLOATS = {"LSE", "MAX_LOGITS", "SINK"}
 
 
 def forms() -> list[Form]:
@@ -34,10 +34,6 @@ def forms() -> list[Form]:
         choose_form(128, 128, 64, out_matches=True, want_max=True, has_softcap=True, has_sink=True),
         choose_form(128, 128, 128, out_matches=False, want_max=True, accumulate=True),
         choose_form(96, 96, 128, out_matches=True, want_max=False),
-        choose_form(128, 128, 128, out_matches=True, want_max=True, fresh_max=True),
-        choose_form(
-            128, 128, 128, out_matches=True, want_max=True, tree=True, lean=True, late_wait=2
-        ),
         *three_consumers(),
     ]
 
@@ -49,7 +45,7 @@ def three_consumers() -> list[Form]:
         return choose_form(d, d, bn, out_matches=staged, want_max=True, consumers=3, **options)
 
     return [
-        *(form(64), form(128), form(128, lean=True, late_wait=1, turns=True, fresh_max=True)),
+        *(form(64), form(128)),
         form(64, has_softcap=True, has_sink=True),
         form(128, d=40, staged=False, accumulate=True),
     ]
@@ -62,7 +58,6 @@ def signature(form: Form) -> tuple[dict[str, str], dict, dict]:
         boxes["O"] = (64, form.dv)
     absent = {"O"} - boxes.keys() | ({"SINK"} if not form.has_sink else set())
     absent |= {"MAX_LOGITS"} if not form.want_max else set()
-    absent |= {"FRESH_MAX"} if not form.fresh_max else set()
     types: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     aligned = {}
@@ -94,7 +89,6 @@ def main() -> None:
         compiled = triton.compile(source, target=target, options={"num_warps": 4})
         line = dataclasses.asdict(form) | resources(compiled)
         line["loop_spills"] = spills_in_loops(compiled)
-        line["l2_loads"] = compiled.asm["ptx"].count("ld.global.cg")
         print(json.dumps(line), flush=True)
 
 

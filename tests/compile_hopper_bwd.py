@@ -71,8 +71,6 @@ def signature(
             block = [boxes[name], 1, form.d]
             layout = gl.NVMMASharedLayout.get_default_for(block, element)
             types[name] = f"tensordesc<{dtype}{block},{layout!r}>"
-        elif name == "DQ32" and isinstance(form, BackwardForm) and form.direct:
-            types[name] = "*fp32"
         elif name == "DQ32":
             layout = gl.NVMMASharedLayout.get_default_for([64, 1, 64], gl.float32)
             types[name] = f"tensordesc<fp32[64, 1, 64],{layout!r}>"

@@ -1,8 +1,7 @@
 """Max logits to raise, already at -inf: filled many at a time, since a fill is a launch of its own.
 
 Rows of one fill share memory, 8 KiB for 64 heads, and nothing else: each is a tensor with a
-version counter of its own, and is handed out once. Or a kernel raises a workspace, moves that to
-where it is wanted, and leaves -inf behind: then no call needs a fill, in graphs neither.
+version counter of its own, and is handed out once.
 """
 
 from __future__ import annotations
@@ -40,32 +39,3 @@ def _filled(num_heads: int, device: torch.device) -> list[torch.Tensor]:
         block = torch.full((NUM_ROWS, width), -torch.inf, dtype=torch.float32, device=device)
         return [row.data for row in block[:, :num_heads].unbind()]
 
-
-_workspaces: dict[tuple[int, int, int], torch.Tensor] = {}
-_spares: dict[tuple[int, int], list[torch.Tensor]] = {}
-"""By heads and device, for graphs: what one has taken is its own for good."""
-
-_taken: list[torch.Tensor] = []
-
-
-def maxima_workspace(num_heads: int, device: torch.device, stream: int | None) -> torch.Tensor:
-    """(num_heads,) fp32 at -inf, for a kernel that leaves it so: one for each stream.
-
-    stream: None during the capture of a graph, which gets one of its own. If there was a call
-    with so many heads before, it needs no fill; else each replay makes one.
-    """
-    index = -1 if device.index is None else device.index
-    if stream is None:
-        spares = _spares.get((num_heads, index))
-        if not spares:
-            return torch.full((num_heads,), -torch.inf, dtype=torch.float32, device=device)
-        _taken.append(spares.pop())
-        return _taken[-1]
-    key = (num_heads, index, stream)
-    if key not in _workspaces:
-        rows = _filled(num_heads, device)
-        if device.type == "cuda":  # graphs use spares on other streams
-            torch.cuda.current_stream(device).synchronize()
-        _workspaces[key] = rows.pop()
-        _spares.setdefault((num_heads, index), []).extend(rows)
-    return _workspaces[key]

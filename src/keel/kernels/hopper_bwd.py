@@ -267,29 +267,6 @@ def score_gradient(p, dp, ring, form: gl.constexpr, stage, half: gl.constexpr, p
 
 
 @gluon.jit
-def add_rows(inputs, numbers, form: gl.constexpr, dq, row, head, first_column: gl.constexpr):
-    """dq onto its sums, two numbers at a time, from registers: nothing waits for it."""
-    layout: gl.constexpr = dq.type.layout
-    rows = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
-    columns = first_column + gl.arange(0, HALF, gl.SliceLayout(0, layout))
-    heads = numbers.num_lanes * numbers.heads_each
-    place = inputs.dq + ((rows.to(gl.int64) * heads + head) * form.DK_COLUMNS)[:, None]
-    place = (place + columns[None, :]).to(gl.int64, bitcast=True)
-    inside = (rows < numbers.tq).to(gl.int32)[:, None]
-    if form.DK_COLUMNS < form.D:
-        inside = inside & (columns < form.DK_COLUMNS).to(gl.int32)[None, :]
-    place, inside = gl.broadcast(place, inside)
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred inside;
-        setp.ne.b32 inside, $6, 0;
-        @inside red.relaxed.gpu.global.add.v2.f32 [$2], {$4, $5};
-        mov.b32 $0, 0;
-        mov.b32 $1, 0;
-        }""", "=r,=r,l,l,f,f,r,r", [place, dq, inside], dtype=gl.int32, is_pure=False, pack=2)
-
-
-@gluon.jit
 def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, count, row, head,
          lo, hi, scale2, MASKED: gl.constexpr, s_l: gl.constexpr, a_l: gl.constexpr):
     """What a block of rows adds to dk, dv and dq: 64 rows, or twice 64."""
@@ -356,20 +333,14 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
         dv = warpgroup_mma_wait(3, [dv])
         mark(DO_FREE + stage)
         dq = warpgroup_mma_wait(1, [dq])
-        if form.DIRECT:
-            if PARTS == 1:
-                add_rows(inputs, numbers, form, dq, row, head, cid * HALF)
-            else:
-                add_rows(inputs, numbers, form, dq, row + cid * HALF, head, 0)
-        else:
-            tma.store_wait(0)  # the dq before this one has left shared memory
-            staged = ring.dq.index(cid)
-            staged.reshape([HALF, HALF]).store(dq)
-            fence_async_shared()
-            if PARTS == 1:
-                tma_add(inputs.dq, [row, head, cid * HALF], staged)
-            elif row + cid * HALF < numbers.tq:  # nothing is sent that lies outside altogether
-                tma_add(inputs.dq, [row + cid * HALF, head, 0], staged)
+        tma.store_wait(0)  # the dq before this one has left shared memory
+        staged = ring.dq.index(cid)
+        staged.reshape([HALF, HALF]).store(dq)
+        fence_async_shared()
+        if PARTS == 1:
+            tma_add(inputs.dq, [row, head, cid * HALF], staged)
+        elif row + cid * HALF < numbers.tq:  # nothing is sent that lies outside altogether
+            tma_add(inputs.dq, [row + cid * HALF, head, 0], staged)
         dk = warpgroup_mma_wait(0, [dk])
         mark(Q_FREE + stage)
     return dk, dv
@@ -510,8 +481,7 @@ def hopper_bwd_kernel(
     dq = None
     if FORM.WITH_DQ:
         ds = gl.allocate_shared_memory(K.dtype, [4 * BM // HALF, HALF, HALF], ds_l)
-        if not FORM.DIRECT:
-            dq = gl.allocate_shared_memory(gl.float32, [2, HALF, 1, HALF], DQ32.layout)
+        dq = gl.allocate_shared_memory(gl.float32, [2, HALF, 1, HALF], DQ32.layout)
     ring = Ring(
         q=gl.allocate_shared_memory(Q.dtype, [STAGES, BM, 1, D], Q.layout),
         do=gl.allocate_shared_memory(DO.dtype, [STAGES, BM, 1, D], DO.layout),

@@ -185,7 +185,7 @@ def step(cid: gl.constexpr, ring, form: gl.constexpr, dq, count, key, lo, hi, ls
     dp = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, [s])
     if MASKED:
-        s = hide(s, key, lo, hi, BN)
+        s = hide(s, key, lo, hi)
     p = gl.exp2(s * scale2 - lse2[:, None])
     dp = warpgroup_mma_wait(0, [dp])
     mark(V_FREE + stage)

@@ -227,7 +227,7 @@ def _prepare(
         **{"Q": describing(q, block), "DO": describing(dout, block)},
         **{"K": describing(k, tile), "V": describing(v, tile)},
     }
-    if dq32 is not None and not form.direct:
+    if dq32 is not None:
         streamed["DQ32"] = describing(dq32, (HALF, HALF))
     if form.staged:
         streamed |= {"DK": describing(dk, tile), "DV": describing(dv, tile)}
@@ -248,9 +248,6 @@ def _prepare(
     )
 
 
-DIRECT = True
-
-
 def choose_backward_form(
     d: int, dim_v: int, *, outs_match: bool, persistent: bool, with_dq: bool
 ) -> BackwardForm:
@@ -263,7 +260,6 @@ def choose_backward_form(
         staged=outs_match,
         persistent=persistent,
         with_dq=with_dq,
-        direct=DIRECT,
     )
 
 

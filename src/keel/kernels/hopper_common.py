@@ -49,28 +49,28 @@ class Form(Constants):
     """Of out, where fewer than dv."""
     consumers: int = 2
     """Warpgroups of 64 rows: 2 or, for head dim 64, 3."""
-    tree: bool = False
-    """Maxima of rows by short chains side by side instead of one long one."""
-    late_bounds: bool = False
-    """Bounds of a partial run are read when it begins and not a run ahead: fewer registers."""
     halves: bool = False
-    """Of partial blocks of 128 keys, consumers compute the half that they need, if it is one."""
+    """Probabilities of a block go to the tensor cores in two parts."""
+    skips: bool = False
+    """Of partial blocks, consumers compute the half that they need, if it is one."""
     turns: bool = False
     """Consumers issue their products in turns, so that each has its exponentials while others have
     the tensor cores. For two stages: the barriers of a third serve for this."""
-    lean: bool = False
-    """Places in the ring of two stages by bits instead of signed remainders."""
     has_sink: bool = False
     has_softcap: bool = False
     want_max: bool = False
-    fresh_max: bool = False
-    """Max logits are raised in a workspace, which the last block of threads moves to its place."""
     accumulate: bool = False
 
     @property
     def rows(self) -> int:
         """Of a tile."""
         return self.consumers * tile_records.PART
+
+    @property
+    def tops(self) -> bool:
+        """The producer raises max logits: it waits for each tile to be put away, if there are two
+        buffers."""
+        return self.want_max and self.q_buffers == 2
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,6 @@ class BackwardForm(Constants):
     """Blocks of threads stay and take one tile after the other, on fewer SMs than there are."""
     with_dq: bool = True
     """Else `hopper_bwd_dq` makes it, in a fixed order."""
-    direct: bool = True
-    """dq is added up from registers and not by TMA."""
 
 
 @dataclass(frozen=True)
@@ -149,27 +147,20 @@ def pass_turn(cid: gl.constexpr, form: gl.constexpr):
 
 @gluon.jit
 def stage_of(count, form: gl.constexpr):
-    """Where block number `count` lies; a signed remainder takes more instructions than bits."""
-    if form.LEAN and form.STAGES == 2:
-        return count & 1
-    else:
-        return count % form.STAGES
+    """Where block number `count` lies."""
+    return count % form.STAGES
 
 
 @gluon.jit
 def phase_of(count, form: gl.constexpr):
-    if form.LEAN and form.STAGES == 2:
-        return (count >> 1) & 1
-    else:
-        return (count // form.STAGES) & 1
+    return (count // form.STAGES) & 1
 
 
 @gluon.jit
 def raise_max(POINTER, value):
-    """Raises one float to the highest of a tile's: as in flash_common, but one `red` of each warp.
+    """Raises one float to the highest of 64, two in each lane; otherwise as in flash_common.
 
-    A thread has two rows. Without a look at what is there already there is neither a load to wait
-    for nor a branch, at which ptxas would wait for products that are under way.
+    One `red` of a warp, without a look at what is there already: no load to wait for.
     """
     zeros = gl.full(value.shape, 0, gl.int32, value.type.layout)
     place = (POINTER + zeros).to(gl.int64, bitcast=True)
@@ -199,45 +190,6 @@ def raise_max(POINTER, value):
         mov.b32 $0, 0;
         mov.b32 $1, 0;
         }""", "=r,=r,l,l,f,f", [place, value], dtype=gl.int32, is_pure=False, pack=2)
-
-
-@gluon.jit
-def hand_over(WORKSPACE, TARGET, ARRIVED, num_heads):
-    """Moves the maxima to where they are wanted, when the last block of threads has raised them.
-
-    One warp of each block calls this when its block is done; the last to come moves the maxima,
-    and leaves workspace and counter as the launch found them.
-
-    Why it sees all of them: a consumer's `red` comes before its warpgroup's barrier, which comes
-    before the arrival (release) on the mbarrier that this warp waited for (acquire). So does
-    this block's `atom`, which is a release at the scope of the device, and covers what it was told
-    of on the way. The atom of the last block reads what all others wrote, one after the other, and
-    is an acquire: every `red` of every block comes before it, and, by the barrier of the warp,
-    before the loads of all its lanes. These go to the L2, where `red` works. The next launch on
-    this stream begins when this one has ended, so plain stores are enough behind that.
-    """
-    arrived = gl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        .reg .b32 lane;
-        mov.u32 lane, %laneid;
-        setp.eq.u32 first, lane, 0;
-        mov.u32 $0, 0;
-        @first atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;
-        bar.warp.sync 0xffffffff;
-        shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff;
-        }""", "=&r,l,~{memory}", [ARRIVED.to(gl.int64, bitcast=True)],
-        dtype=gl.int32, is_pure=False, pack=1)
-    if arrived == gl.num_programs(0) - 1:
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        nothing = gl.full([32], float("-inf"), gl.float32, layout)
-        for first in range(0, num_heads, 32):
-            heads = first + gl.arange(0, 32, layout)
-            there = heads < num_heads
-            top = gl.load(WORKSPACE + heads, mask=there, other=0.0, cache_modifier=".cg")
-            gl.store(TARGET + heads, top, mask=there)
-            gl.store(WORKSPACE + heads, nothing, mask=there)
-        gl.store(ARRIVED, 0)
 
 
 @gluon.jit
@@ -315,10 +267,10 @@ def hide(s, key, lo, hi):
 def row_max(s, form: gl.constexpr):
     """Highest score of each row.
 
-    `gl.max` goes through a thread's 32 columns of a row in one chain, each link of which waits for
-    the one before; with TREE it is eight chains of a quarter of them, that meet.
+    `gl.max` goes through a thread's 32 columns of a row in one chain; for three consumers, which
+    have few registers, it is eight chains of a quarter of them, that meet.
     """
-    if form.TREE:
+    if form.CONSUMERS == 3:
         t = gl.max(s.reshape([PART, 4, form.BN // 32, 8]), 2)
         return gl.convert_layout(gl.max(gl.max(t, 1), 1), gl.SliceLayout(1, s.type.layout))
     else:

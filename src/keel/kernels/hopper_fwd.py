@@ -34,7 +34,6 @@ from keel.kernels.hopper_common import (
     capped,
     draw,
     field,
-    hand_over,
     hide,
     lane_sums,
     mark,
@@ -66,15 +65,13 @@ class Inputs(NamedTuple):
     OUT: Any
     LSE: Any
     MAX_LOGITS: Any
-    """Raised; with fresh_max a workspace of this stream, at -inf between launches."""
-    FRESH_MAX: Any
     SINK: Any
     TILES: Any
     RUNS: Any
     ROW_LO: Any
     ROW_HI: Any
     COUNTER: Any
-    """Drawn work and, for fresh_max, blocks of threads that are done; zeros between launches."""
+    """Drawn work; zero between launches."""
 
 
 class Numbers(NamedTuple):
@@ -96,6 +93,8 @@ class Ring(NamedTuple):
     k: Any
     v: Any
     fields: Any
+    tops: Any
+    """Highest scores of rows, for the producer to raise max logits to."""
     q_full: Any
     q_empty: Any
     k_full: Any
@@ -122,6 +121,8 @@ class Tile(NamedTuple):
 def producer(inputs, numbers, ring, form: gl.constexpr):
     count = 0
     turn = 0
+    old_head = 0
+    older_head = -1
     grid = gl.num_programs(0)
     work = gl.program_id(0)
     while work < numbers.num_work:
@@ -151,7 +152,13 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         publish(ring, slot, 7, key)
         mbarrier.arrive(ring.fields_full.index(slot), count=1)
         buffer = turn % form.Q_BUFFERS
-        mbarrier.wait(ring.q_empty.index(buffer), ((turn // form.Q_BUFFERS) & 1) ^ 1)
+        if form.TOPS:
+            if turn > 1:
+                raise_tops(inputs, ring, form, turn - 2, older_head)
+            older_head = old_head
+            old_head = head
+        else:
+            mbarrier.wait(ring.q_empty.index(buffer), ((turn // form.Q_BUFFERS) & 1) ^ 1)
         mbarrier.expect(ring.q_full.index(buffer), form.ROWS * form.D * 2)
         for part in gl.static_range(form.CONSUMERS):
             tma_load(inputs.q, [row0 + part * PART, head, 0], ring.q_full.index(buffer),
@@ -186,10 +193,24 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
     for block in range(gl.maximum(count - form.STAGES, 0), count):  # marks nobody waited for
         wait_for(K_FREE + block % form.STAGES, form.CONSUMERS)
         wait_for(V_FREE + block % form.STAGES, form.CONSUMERS)
-    if form.FRESH_MAX:
-        mbarrier.wait(ring.fields_empty.index(slot), (turn >> 1) & 1)  # they know of the end,
-        mbarrier.wait(ring.fields_empty.index(slot), ((turn >> 1) & 1) ^ 1)  # and all is raised
-        hand_over(inputs.MAX_LOGITS, inputs.FRESH_MAX, inputs.COUNTER + 1, numbers.num_heads)
+    if form.TOPS:
+        if turn > 1:
+            raise_tops(inputs, ring, form, turn - 2, older_head)
+        raise_tops(inputs, ring, form, turn - 1, old_head)
+
+
+@gluon.jit
+def raise_tops(inputs, ring, form: gl.constexpr, turn, head):
+    """Max logits, by what consumers left of the tile of a turn when they put it away.
+
+    The producer has time for it, and they have not.
+    """
+    buffer = turn % 2
+    mbarrier.wait(ring.q_empty.index(buffer), (turn // 2) & 1)
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    for part in gl.static_range(form.CONSUMERS):
+        tops = ring.tops.index(form.CONSUMERS * buffer + part).load(layout)
+        raise_max(inputs.MAX_LOGITS + head, tops)
 
 
 @gluon.jit
@@ -388,7 +409,9 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0,
             tma_store(inputs.o, [row0 + cid * PART, head, 0], staged)
         else:
             gl.store(place, out, mask=inside)
-    if form.WANT_MAX:  # last, when nothing waits for it any more
+    if form.TOPS:
+        ring.tops.index(form.CONSUMERS * buffer + cid).store(row_top)
+    elif form.WANT_MAX:
         raise_max(inputs.MAX_LOGITS + head, row_top)
 
 
@@ -470,7 +493,7 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
                     key += BN
                     count += 1
             else:
-                if form.LATE_BOUNDS:  # those of the first such run are in the L1: see next_tile
+                if form.CONSUMERS == 3:  # few registers; of the first such run they are in the L1
                     lo, hi = bounds(inputs, gl.load(inputs.RUNS + run * 4 + 2), mine, form)
                     next_lo, next_hi, next_needs = lo, hi, needs
                 else:
@@ -480,7 +503,7 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
                     next_lo, next_hi = bounds(inputs, next_set, mine, form)
                 half = gl.where(run == tile.first, 2, 0)  # the first block is behind
                 while key < end:
-                    if form.HALVES:
+                    if form.SKIPS:
                         need = needed(needs, gl.minimum(half, FAR), cid)
                         if need == 1:
                             acc, sums, top2, raw_top, probs = step(
@@ -524,8 +547,8 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         take_turn(cid, form)  # the last one nobody else takes
     put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head,
              (turn + 1) % form.Q_BUFFERS, acc, total, top2, raw_top, mine, o_l)
-    if form.FRESH_MAX:
-        mbarrier.arrive(ring.fields_empty.index(turn & 1), count=1)
+    if form.TOPS:
+        mbarrier.arrive(ring.q_empty.index((turn + 1) % 2), count=1)
     tma.store_wait(0)
 
 
@@ -549,7 +572,7 @@ NUMBERS = ["num_tiles", "section", "num_heads", "group", "num_work"]
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_fwd_kernel(
-    Q, K, V, O, OUT, LSE, MAX_LOGITS, FRESH_MAX, SINK, TILES, RUNS, ROW_LO, ROW_HI, COUNTER,
+    Q, K, V, O, OUT, LSE, MAX_LOGITS, SINK, TILES, RUNS, ROW_LO, ROW_HI, COUNTER,
     scale, softcap, num_tiles, section, num_heads, group, num_work, stride_ot, stride_oh,
     FORM: gl.constexpr,
 ):
@@ -558,11 +581,15 @@ def hopper_fwd_kernel(
     CONSUMERS: gl.constexpr = FORM.CONSUMERS
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    tops = None
+    if FORM.TOPS:
+        tops = gl.allocate_shared_memory(gl.float32, [2 * CONSUMERS, PART], plain)
     ring = Ring(
         q=gl.allocate_shared_memory(Q.dtype, [CONSUMERS * Q_BUFFERS, PART, 1, FORM.D], Q.layout),
         k=gl.allocate_shared_memory(K.dtype, [STAGES, FORM.BN, 1, FORM.D], K.layout),
         v=gl.allocate_shared_memory(V.dtype, [STAGES, FORM.BN, 1, FORM.DV], V.layout),
         fields=gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], plain),
+        tops=tops,
         q_full=gl.allocate_shared_memory(gl.int64, [Q_BUFFERS, 1], barrier),
         q_empty=gl.allocate_shared_memory(gl.int64, [Q_BUFFERS, 1], barrier),
         k_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
@@ -581,7 +608,7 @@ def hopper_fwd_kernel(
         mbarrier.init(ring.v_full.index(i), 1)
     fence_async_shared()
     inputs = Inputs(
-        Q, K, V, O, OUT, LSE, MAX_LOGITS, FRESH_MAX, SINK, TILES, RUNS, ROW_LO, ROW_HI, COUNTER)
+        Q, K, V, O, OUT, LSE, MAX_LOGITS, SINK, TILES, RUNS, ROW_LO, ROW_HI, COUNTER)
     numbers = Numbers(
         scale, softcap, num_tiles, section, num_heads, group, num_work, stride_ot, stride_oh)
     # registers of all but the first, which gets what is left of 512 for four threads, one of each

@@ -13,7 +13,6 @@ import triton
 from keel._versions import constant_in_traces, launch_stream
 from keel.kernels import flash_fwd
 from keel.kernels.flash_common import compute_capability, num_sms, section_heads
-from keel.kernels.fresh_maxima import maxima_workspace
 from keel.kernels.launch import INTERPRETED, Prepared, Recipe, launch
 from keel.masks import AttnMask
 from keel.meta import Scoring
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 
 GLUON = "triton.experimental.gluon.language.nvidia.hopper"
 
-NARROW_CONSUMERS = 2
-"""Warpgroups that compute at head dims up to 64; 3 are possible there."""
+WIDE_TILE_TIME = 1.41
+"""A block of 192 rows and 128 keys at head dim 64, in blocks of 128 rows: fitted to an H200."""
 
 
 def hopper_problem(
@@ -86,18 +85,16 @@ def choose_form(
     *,
     out_matches: bool,
     consumers: int = 2,
-    tree: bool | None = None,
-    late_bounds: bool | None = None,
     turns: bool | None = None,
     halves: bool | None = None,
+    skips: bool | None = None,
     **options: bool,
 ) -> Form:
     """What is compiled for head dims and blocks of bn keys.
 
     out_matches: out has the dtype of q, and a layout that TMA can write.
     consumers: 3 for tiles of 192 rows, where head dims are at most 64.
-    tree, late_bounds: None for where registers ask for it.
-    turns, halves: None for where they pay.
+    turns, halves, skips: None for where they pay.
     """
     from keel.kernels.hopper_common import Form
 
@@ -121,10 +118,9 @@ def choose_form(
         staged=staged,
         columns=dv if dv < block_dv else 0,
         consumers=consumers,
-        tree=consumers == 3 if tree is None else tree,
-        late_bounds=consumers == 3 if late_bounds is None else late_bounds,
         turns=small and stages == 2 if turns is None else turns,
         halves=(bn, consumers) == (128, 2) if halves is None else halves,
+        skips=(bn, consumers) == (128, 2) if skips is None else skips,
         **options,
     )
 
@@ -146,20 +142,9 @@ def forward(
     max_logits: torch.Tensor | None = None,
     accumulate: bool = False,
     sm_margin: int = 0,
-    fresh_max: bool = False,
     form: Form | None = None,
 ) -> Recipe:
-    """As flash_fwd.forward, for what `hopper_problem` lets through.
-
-    fresh_max: max_logits are set, whatever they hold, and not raised.
-    form: decides on this, too, if given.
-    """
-    if form is not None:
-        fresh_max = form.fresh_max
-    if fresh_max and max_logits is None:
-        raise ValueError("fresh_max=True asks for max_logits, a tensor to write them to: got None")
-    if max_logits is not None and fresh_max and 0 in (q.shape[0], k.shape[0]):
-        max_logits.fill_(-torch.inf)
+    """As flash_fwd.forward, for what `hopper_problem` lets through."""
     if k.shape[0] == 0:  # nothing that a descriptor could describe
         return flash_fwd.forward(
             *(q, k, v, mask, scoring),
@@ -172,20 +157,16 @@ def forward(
 
     # torch's own allocations are aligned, so out always is
     q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))
-    raised = {"MAX_LOGITS": max_logits}
-    if fresh_max:
-        workspace = maxima_workspace(q.shape[1], q.device, _stream_of(q.device))
-        raised = {"MAX_LOGITS": workspace, "FRESH_MAX": max_logits}
     return launch(
         hopper_fwd_kernel,
-        (mask, scoring.scale, scoring.softcap, accumulate, sm_margin, fresh_max, form),
+        (mask, scoring.scale, scoring.softcap, accumulate, sm_margin, form),
         {
             **{"Q": q, "K": k, "V": v, "O": out, "OUT": out, "LSE": lse},
-            **raised,
-            **{"SINK": scoring.sink, "COUNTER": work_counter(0, q.device)},
+            **{"MAX_LOGITS": max_logits, "SINK": scoring.sink},
+            **{"COUNTER": work_counter(0, q.device)},
         },
         lambda: _prepare(
-            *(q, k, v, mask, scoring, out, max_logits, accumulate, sm_margin, fresh_max, form)
+            *(q, k, v, mask, scoring, out, max_logits, accumulate, sm_margin, form)
         ),
     )
 
@@ -200,7 +181,6 @@ def _prepare(
     max_logits: torch.Tensor | None,
     accumulate: bool,
     sm_margin: int,
-    fresh_max: bool,
     form: Form | None,
 ) -> Prepared | None:
     hq, d = q.shape[1:]
@@ -209,8 +189,11 @@ def _prepare(
     if form is not None:
         records = best_records(mask, (form.bn,), form.rows)
     else:
-        consumers = NARROW_CONSUMERS if block_of(d) == block_of(dv) == 64 else 2
-        records = best_records(mask, block_ns(d, dv, softcap), consumers * PART)
+        consumers, records = 2, best_records(mask, block_ns(d, dv, softcap))
+        if block_of(d) == block_of(dv) == 64 and not softcap:
+            wide = best_records(mask, (128,), 3 * PART)
+            if three_are_faster(records, wide, hq, num_sms(q.device) - sm_margin):
+                consumers, records = 3, wide
         form = choose_form(
             *(d, dv, records.block_n),
             out_matches=out.dtype == q.dtype and can_be_described(out),
@@ -218,7 +201,6 @@ def _prepare(
             has_sink=scoring.sink is not None,
             has_softcap=softcap,
             want_max=max_logits is not None,
-            fresh_max=fresh_max,
             accumulate=accumulate,
         )
     num_work = len(records.tiles) * hq
@@ -245,6 +227,15 @@ def _prepare(
         streamed=streamed,
         left_out=() if form.staged else ("O",),
     )
+
+
+def three_are_faster(records: TileRecords, wide: TileRecords, heads: int, sms: int) -> bool:
+    """Whether tiles of 192 rows end earlier than those of 128: where all blocks are full."""
+    if records.block_n != 128 or len(wide.tiles) == 0 or wide.has_partial:
+        return False
+    turns = [-(-len(x.tiles) * heads // sms) for x in (records, wide)]
+    blocks = [x.work.longest for x in (records, wide)]
+    return turns[1] * blocks[1] * WIDE_TILE_TIME < turns[0] * blocks[0]
 
 
 def describing(x: torch.Tensor, box: tuple[int, int]) -> Callable[[torch.Tensor], Any]:
