@@ -389,14 +389,18 @@ def gradients(
     deterministic |= torch.are_deterministic_algorithms_enabled()
     by_hopper = _by_hopper(dout, q, k, v, scoring, backend)
     dq32 = None
-    if by_hopper and not deterministic:
-        dq32 = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    if by_hopper:
+        from keel.kernels import hopper_bwd_launch
+
+        deterministic = hopper_bwd_launch.dq_apart(
+            attn_mask, q, v, k.shape[1], deterministic, sm_margin
+        )
+        if not deterministic:
+            dq32 = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     lse2, delta = flash_bwd.row_terms(out, dout, lse, dlse, dq32=dq32, steps=steps)
     given = (dout, q, k, v, lse2, delta, attn_mask, scoring)
     dbias = None
     if by_hopper:
-        from keel.kernels import hopper_bwd_launch
-
         hopper_bwd_launch.backward(
             *given,
             dq=dq,

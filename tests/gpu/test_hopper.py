@@ -88,20 +88,15 @@ def three_consumers(monkeypatch):
     """Tiles of 192 rows for head dims up to 64."""
     monkeypatch.setattr(direct, "_known", {})
     monkeypatch.setattr(launch, "_recipes", {})
-    monkeypatch.setattr(hopper_launch, "NARROW_CONSUMERS", 3)
+    monkeypatch.setattr(hopper_launch, "three_are_faster", lambda *_: True)
 
 
 @pytest.mark.usefixtures("three_consumers")
 @pytest.mark.parametrize(
-    ("d", "dtype", "sink", "softcap"),
-    [
-        (64, torch.bfloat16, False, 0.0),
-        (64, torch.bfloat16, True, 0.0),
-        (64, torch.float16, True, 5.0),
-        (40, torch.float16, False, 0.0),
-    ],
+    ("d", "dtype", "sink"),
+    [(64, torch.bfloat16, False), (64, torch.bfloat16, True), (40, torch.float16, False)],
 )
-def test_three_consumers(d, dtype, sink, softcap):
+def test_three_consumers(d, dtype, sink):
     for seed in range(48):
         rng = random.Random(seed)
         hk = rng.choice([1, 2, 3])
@@ -114,7 +109,6 @@ def test_three_consumers(d, dtype, sink, softcap):
             device="cuda",
             seed=seed,
             sink=sink,
-            softcap=softcap,
             scale=rng.choice([None, None, 0.3, -0.2, 0.0]),
         )
         assert_right(case, backend="hopper", sm_margin=rng.choice([0, 0, 8, 131]))
@@ -129,31 +123,15 @@ def test_many_tiles_of_192_rows(mask):
     assert all(torch.equal(first[n], second[n]) for n in ("out", "lse", "max_logits"))
 
 
-OPTIONS = [  # of two consumers and of three
-    (2, {"tree": True, "lean": True}),
-    (2, {"late_wait": 2}),
-    (2, {"tree": True, "lean": True, "late_wait": 2, "turns": True}),
-    (3, {"lean": True, "late_wait": 1}),
-    (3, {"lean": True, "turns": True}),
-]
-
-
-@pytest.mark.parametrize(("consumers", "options"), OPTIONS)
+@pytest.mark.parametrize("option", ["turns", "halves", "skips"])
 @pytest.mark.parametrize("d", [64, 128])
-def test_options_of_forms(consumers, options, d, monkeypatch):
-    """Each alone is right, on masks with many and with few blocks."""
-    if d == 128 and consumers == 3:
-        pytest.skip("three consumers serve head dims up to 64")
+def test_options_of_forms(option, d, monkeypatch):
+    """What is taken where it pays can be left out, too."""
     choose = hopper_launch.choose_form
-
-    def chosen(d, dv, bn, **given):
-        possible = {name: x for name, x in options.items() if bn == 128 or name != "turns"}
-        return choose(d, dv, bn, **given, **possible)
-
+    without = {option: False} | ({"skips": False} if option == "halves" else {})
     monkeypatch.setattr(direct, "_known", {})
     monkeypatch.setattr(launch, "_recipes", {})
-    monkeypatch.setattr(hopper_launch, "NARROW_CONSUMERS", consumers)
-    monkeypatch.setattr(hopper_launch, "choose_form", chosen)
+    monkeypatch.setattr(hopper_launch, "choose_form", lambda *a, **b: choose(*a, **b, **without))
     rng = random.Random(7)
     made = [many_tiles(x) for x in ("full", "causal", "window", "documents", "tiny")]
     for mask in [*made, *(random_mask(rng, 700) for _ in range(12))]:
@@ -161,52 +139,30 @@ def test_options_of_forms(consumers, options, d, monkeypatch):
         assert_right(case, backend="hopper", sm_margin=rng.choice([0, 131]))
 
 
-def test_maxima_without_a_fill():
-    """They are set, not raised; a workspace is ready for the next launch; graphs have their own."""
-    scoring = Scoring(scale=0.1)
-    places = [(64, 24), (128, 70), (64, 24), (128, 1)]
-    inputs = [
-        torch.randn(3, 1000, heads, d, device="cuda", dtype=torch.bfloat16) for d, heads in places
-    ]
-
-    def run(x, mask, sm_margin):
-        out, lse = torch.empty_like(x[0]), torch.empty(x.shape[1:3], device="cuda")
-        top = torch.full((x.shape[2],), float("nan"), device="cuda")
-        hopper_launch.forward(
-            *(*x.unbind(), mask, scoring),
-            **{"out": out, "lse": lse, "max_logits": top},
-            sm_margin=sm_margin,
-            fresh_max=True,
-        )
-        return top
-
-    some = [masks.causal(1000), masks.documents([0, 30, 600, 1000]), masks.full(1000)]
-    wanted = [
-        [
-            flex_flash_attn_func(
-                *x.unbind(), mask, softmax_scale=0.1, return_max_logits=True, backend="hopper"
-            )[1].max_logits
-            for mask in some
-        ]
-        for x in inputs
-    ]
-    for turn in range(20):
-        for x, row in zip(inputs, wanted, strict=True):
-            for mask, want in zip(some, row, strict=True):
-                assert torch.equal(run(x, mask, 8 * (turn % 3)), want)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = [[run(x, mask, 0) for mask in some] for x in inputs]
-    for _ in range(5):
-        for row in got:
-            for top in row:
-                top.fill_(7.0)
-        graph.replay()
-        assert all(
-            torch.equal(a, b)
-            for r, s in zip(got, wanted, strict=True)
-            for a, b in zip(r, s, strict=True)
-        )
+def test_graphs_have_counters_of_their_own():
+    """More launches in graphs than there are spare counters, replayed side by side."""
+    q, k, v = (torch.randn(300, 6, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    mask = masks.documents([0, 30, 170, 300], causal=True)
+    want, _ = flex_flash_attn_func(q, k, v, mask, backend="hopper")
+    hopper_launch.work_counter(0, q.device)
+    spares = hopper_launch._spare_counters[q.device.index]
+    del spares[3:]
+    graphs, outs = [], []
+    for _ in range(2):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            outs += [flex_flash_attn_func(q, k, v, mask, backend="hopper")[0] for _ in range(3)]
+    assert not spares
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(10):
+        for out in outs:
+            out.fill_(torch.nan)
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, want) for out in outs)
 
 
 def test_layouts():

@@ -73,9 +73,6 @@ def test_hopper_kernels_do_not_spill():
     for v in variants:
         assert v["shared"] <= SHARED_LIMIT[90], v
         assert v["loop_spills"] == 0, v
-        # the maximum so far, which other SMs raise: the L1 would not hear of it
-        l2_loads = v["consumers"] + v["fresh_max"] if v["want_max"] else 0
-        assert v["l2_loads"] == l2_loads, v
 
 
 def test_hopper_backward_does_not_spill():

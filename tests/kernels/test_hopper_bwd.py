@@ -189,6 +189,26 @@ def test_splits_when_they_end_earlier():
     assert chosen(masks.full(256), 8) == 8  # 16 blocks of threads for 132 SMs
 
 
+@pytest.mark.parametrize(
+    ("mask", "apart"),
+    [
+        (masks.full(8192), False),
+        (masks.causal(4096), True),  # those that run at once have 65 to 33 blocks each
+        (masks.causal(16384), False),  # 257 to 225
+        (masks.causal(1024), False),  # all of it nearly fits into the L2
+        (masks.sliding_window(8192, left=1024), False),
+        (masks.documents([0, 3000, 5000, 8192], causal=True), True),
+        (masks.documents([0, 3000, 5000, 8192]), False),  # tiles of a document are alike
+    ],
+)
+def test_dq_apart_where_tiles_do_not_stay_together(mask, apart):
+    def faster(hq: int, d: int) -> bool:
+        return hopper_bwd_launch._apart_is_faster(mask, hq, d, d, 8, sms=132, l2=50 << 20)
+
+    assert faster(64, 128) is apart
+    assert not faster(8, 128) and not faster(64, 64)
+
+
 def test_end_of_last():
     assert hopper_bwd_launch._end_of_last(np.array([5.0, 4.0, 3.0, 3.0, 3.0]), 2) == 10.0
     assert hopper_bwd_launch._end_of_last(np.array([5.0]), 3) == 5.0

@@ -26,7 +26,7 @@ from host_stub import Stub, stubbed
 
 from keel import direct, flex_flash_attn_func, masks
 from keel._versions import c_launcher, runs_plainly
-from keel.kernels import fresh_maxima, hopper_bwd_launch, launch, tensor_maps
+from keel.kernels import fresh_maxima, hopper_bwd_launch, hopper_launch, launch, tensor_maps
 
 TOKENS, HQ, HK, D = 24, 4, 2, 64
 MASK = masks.causal(TOKENS)
@@ -63,7 +63,7 @@ def last_launch(stub: Stub) -> dict[str, Any]:
     name, stream, arguments = stub.launches[-1]
     assert name == "hopper_fwd_kernel"
     maps = {n: arguments[7 * i] for i, n in enumerate("QKVO")}
-    rest = ("OUT", "LSE", "MAX_LOGITS", "FRESH_MAX", "SINK")
+    rest = ("OUT", "LSE", "MAX_LOGITS", "SINK")
     rest += ("TILES", "RUNS", "ROW_LO", "ROW_HI", "COUNTER")
     scalars = ("scale", "softcap")
     return {**maps, **dict(zip(rest + scalars, arguments[28:], strict=False)), "stream": stream}
@@ -431,24 +431,20 @@ def test_maxima_share_nothing_but_memory() -> None:
     assert all((x == -torch.inf).all() for x in rows[1:]) and not rows[0]._is_view()
 
 
-def test_a_workspace_of_maxima_for_each_stream_and_graph(monkeypatch) -> None:
-    for name in ("_workspaces", "_spares"):
-        monkeypatch.setattr(fresh_maxima, name, {})
-
-    def workspace(stream: int | None, heads: int = 5) -> torch.Tensor:
-        return fresh_maxima.maxima_workspace(heads, torch.device("cpu"), stream)
-
-    before = workspace(None)  # a graph that nothing was called before
-    one, other = workspace(1), workspace(2)
-    assert workspace(1) is one and workspace(2) is other
-    assert workspace(1, heads=6).shape == (6,) and workspace(1) is one
-    in_graphs = [workspace(None) for _ in range(3 * fresh_maxima.NUM_ROWS)]
-    everything = [before, one, other, *in_graphs]
-    assert len({x.data_ptr() for x in everything}) == len(everything)
-    assert all(x.shape == (5,) and (x == -torch.inf).all() for x in everything)
-    # those that were there before the graph, and are not filled in it
-    kept = sum(any(x is y for y in fresh_maxima._taken) for x in in_graphs)
-    assert kept == 2 * (fresh_maxima.NUM_ROWS - 1)
+def test_a_counter_for_each_stream_and_launch_of_a_graph(monkeypatch) -> None:
+    for name in ("_counters", "_spare_counters"):
+        monkeypatch.setattr(hopper_launch, name, {})
+    monkeypatch.setattr(hopper_launch, "NUM_SPARES", 4)
+    current: list[int | None] = [None]
+    monkeypatch.setattr(hopper_launch, "_stream_of", lambda device: current[0])
+    cpu = torch.device("cpu")
+    before = hopper_launch.work_counter(0, cpu)  # a graph that nothing was called before
+    one, other = hopper_launch.work_counter(0, cpu, 1), hopper_launch.work_counter(0, cpu, 2)
+    assert hopper_launch.work_counter(0, cpu, 1) is one is not other
+    in_graphs = [hopper_launch.work_counter(0, cpu) for _ in range(6)]
+    places = {x.data_ptr() for x in (before, one, other, *in_graphs)}
+    assert len(places) == 9 and all(x.tolist() == [0, 0] for x in (before, one, *in_graphs))
+    assert all(x.data_ptr() % 16 == 0 for x in (one, *in_graphs))  # as compiled kernels expect
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])

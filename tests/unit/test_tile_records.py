@@ -188,9 +188,7 @@ def test_consumers_need_half_of_the_diagonal():
 
 def test_long_partial_runs_are_needed_whole():
     tokens = (FAR + 20) * HALF
-    mask = AttnMask(
-        [AttnSlice(0, 1, 0, tokens), AttnSlice(1, 2, tokens - 1, tokens)], 2, tokens
-    )
+    mask = AttnMask([AttnSlice(0, 1, 0, tokens), AttnSlice(1, 2, tokens - 1, tokens)], 2, tokens)
     records = best_records(mask, (128,))
     check(records, mask)
     assert not any(halves_left_out(x[5], 0, x[6]) for x in blocks_of(records))

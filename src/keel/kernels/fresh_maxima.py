@@ -38,4 +38,3 @@ def _filled(num_heads: int, device: torch.device) -> list[torch.Tensor]:
     with torch.inference_mode(False), torch.no_grad():  # evaluation and training share them
         block = torch.full((NUM_ROWS, width), -torch.inf, dtype=torch.float32, device=device)
         return [row.data for row in block[:, :num_heads].unbind()]
-

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from keel.kernels.flash_common import num_sms, section_heads
+from keel.kernels.flash_common import l2_bytes, num_sms, section_heads
 from keel.kernels.gradient_sums import gradient_sums
 from keel.kernels.hopper_dq_launch import fill_dq
 from keel.kernels.hopper_launch import block_of, can_be_described, describing, hopper_problem
@@ -42,6 +42,10 @@ PARTS_BESIDE = 12.0
 """what it costs that there are parts: more launches. Fitted to documents of 4k tokens, 64:8."""
 
 
+STILL_TOGETHER = 0.7
+"""Of the longest tile's work have the shortest of those that run at once, if they stay together."""
+
+
 def backward_problem(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring
 ) -> str | None:
@@ -58,6 +62,37 @@ def backward_problem(
     if dout.dtype != q.dtype or not can_be_described(dout):
         return f"dout is {dout.dtype} with strides {dout.stride()}, it must be like q"
     return None
+
+
+def dq_apart(
+    mask: AttnMask, q: torch.Tensor, v: torch.Tensor, hk: int, deterministic: bool, sm_margin: int
+) -> bool:
+    """Whether dq has a kernel of its own: where its order must not change, or where that is faster.
+
+    With it every score is computed twice, but nothing of dq is read and written again and again.
+    """
+    sms, l2 = num_sms(q.device) - sm_margin, l2_bytes(q.device)
+    return deterministic or _apart_is_faster(mask, *q.shape[1:], v.shape[2], hk, sms, l2)
+
+
+@functools.lru_cache(maxsize=256)
+def _apart_is_faster(
+    mask: AttnMask, hq: int, d: int, dim_v: int, hk: int, sms: int, l2: int
+) -> bool:
+    """Tiles of one document go through the query heads of a group one after the other. They stay
+    together, and find rows of q, dout and dq in the L2, if they take equally long. Else each
+    brings all of that from memory, which is not fast enough for dq, twice four bytes a number.
+    """
+    block_d = max(block_of(d), block_of(dim_v))
+    if hq == hk or block_d != 128 or mask.tq * hq * (6 * d + 2 * dim_v) <= 2 * l2:
+        return False
+    by_keys = key_records(mask, HALF * 128 // block_d)
+    work = by_keys.tile_work
+    if len(work) < 2 or work[min(len(work) - 1, sms // hk)] > STILL_TOGETHER * work[0]:
+        return False
+    tiles = by_keys.records.tiles
+    first_rows = tiles[np.argsort(tiles[:, 0]), 6]
+    return bool(np.mean(first_rows[1:] == first_rows[:-1]) < 0.5)
 
 
 def choose_splits(tile_work: Floats, hk: int, group: int, sms: int) -> int:

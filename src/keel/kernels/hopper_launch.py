@@ -165,9 +165,7 @@ def forward(
             **{"MAX_LOGITS": max_logits, "SINK": scoring.sink},
             **{"COUNTER": work_counter(0, q.device)},
         },
-        lambda: _prepare(
-            *(q, k, v, mask, scoring, out, max_logits, accumulate, sm_margin, form)
-        ),
+        lambda: _prepare(*(q, k, v, mask, scoring, out, max_logits, accumulate, sm_margin, form)),
     )
 
 
