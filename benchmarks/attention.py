@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import platform
 import shlex
 import sys
 import time
@@ -45,7 +44,7 @@ from attention_peers import (
     why_not,
 )
 from attention_report import Row
-from timing import TimeBudget, append_csv, copy_rate, gemm_rate
+from timing import TimeBudget, append_csv, copy_rate, gemm_rate, machine
 
 RESULTS = Path(__file__).parent / "results"
 TIMINGS = ("graph", "eager")
@@ -75,7 +74,7 @@ def heads(text: str) -> tuple[int, int]:
 
 def cases(args: argparse.Namespace) -> list[Case]:
     """Cheap ones first, so that a small budget sees as many as it can."""
-    device = device_of(args)
+    device = device_of()
     if args.quick:
         shapes, lengths = QUICK_SHAPES[device], QUICK[device]
     else:
@@ -102,14 +101,14 @@ def cases(args: argparse.Namespace) -> list[Case]:
     return sorted(found, key=lambda case: case.flops("forward"))
 
 
-def device_of(args: argparse.Namespace) -> str:
-    return "cuda" if torch.cuda.is_available() and not args.cpu else "cpu"
+def device_of() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def peers_of(args: argparse.Namespace) -> Sequence[str]:
     if args.peers is not None:
         return args.peers
-    return ON_GPU if device_of(args) == "cuda" or args.list else ON_CPU
+    return ON_GPU if device_of() == "cuda" or args.list else ON_CPU
 
 
 def chosen_rows(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
@@ -159,16 +158,11 @@ def shown_command(arguments: Sequence[str]) -> str:
     return shlex.join(["python", "benchmarks/attention.py", *shown])
 
 
-def about_machine(device: str, command: str) -> dict[str, str]:
-    try:
-        import triton
-
-        version = triton.__version__
-    except ImportError:
-        version = ""
+def about_machine(command: str) -> dict[str, str]:
+    gpu, triton = machine()
     return {
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})",
-        "triton": version,
+        "gpu": gpu,
+        "triton": triton,
         "cuda": torch.version.cuda or "",
         "command": command,
         "run": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -178,7 +172,7 @@ def about_machine(device: str, command: str) -> dict[str, str]:
 def run(args: argparse.Namespace, command: str) -> bool:
     """Measures, prints and writes; whether all of Keel's results were right."""
     torch.manual_seed(args.seed)
-    device = device_of(args)
+    device = device_of()
     budget = TimeBudget(args.seconds)
     bench = Bench(
         make_all([*args.ours, *peers_of(args)], args.fa3 or default_folder()),
@@ -193,7 +187,7 @@ def run(args: argparse.Namespace, command: str) -> bool:
         flex_cells=None if args.peers else FLEX_CELLS,
         device=device,
         dtype=torch.bfloat16 if device == "cuda" else torch.float32,
-        about=about_machine(device, command),
+        about=about_machine(command),
     )
     print(f"large product {bench.gemm:.3g} TFLOP/s, copy {bench.copy:.2g} TB/s", flush=True)
     path = args.out / "attention.csv"
@@ -255,7 +249,6 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--seed", type=int, default=0, help="of the random data")
     made.add_argument("--quick", action="store_true", help="a few small sizes")
-    made.add_argument("--cpu", action="store_true", help="not on the GPU; small sizes are enough")
     made.add_argument("--out", type=Path, default=RESULTS)
     made.add_argument("--no-plots", action="store_true")
     made.add_argument("--list", action="store_true", help="what would run, no run")
@@ -295,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not args.no_plots:
             report.plot(rows, args.out)
         return 0
-    if device_of(args) == "cpu" and not (args.cpu or args.quick):
+    if device_of() == "cpu" and not args.quick:
         raise SystemExit("this benchmark needs a CUDA GPU; --quick runs everywhere")
     return 0 if run(args, shown_command(arguments)) else 1
 

@@ -21,7 +21,7 @@ EAGER_UNTIL_MS = 10.0
 LEAST_ROUNDS = 3
 """Of a cell that is over its time."""
 FLEX_CELLS = ((8192, 64, 8, 128),)
-"""(tokens, hq, hk, d) where FlexAttention runs unless it is asked for: it compiles anew for each."""
+"""(tokens, hq, hk, d) where FlexAttention runs unless it is asked for: it compiles for each."""
 AS_GRAPH = "as graph"
 NOT_RUN = "not run"
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import platform
 import statistics
 import time
 from collections import deque
@@ -147,6 +148,18 @@ def copy_rate() -> float:
     b = torch.empty_like(a)
     times = [time_calls(lambda: b.copy_(a), 20) for _ in range(3)]
     return 2 * a.numel() * a.element_size() / statistics.median(times) / 1e9
+
+
+def machine() -> tuple[str, str]:
+    """(name of the GPU, or that there is none; version of Triton) for the CSV."""
+    try:
+        import triton
+
+        version = triton.__version__
+    except ImportError:
+        version = ""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return name or f"CPU ({platform.machine()})", version
 
 
 class TimeBudget:
