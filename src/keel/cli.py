@@ -1,4 +1,7 @@
-"""The `keel` command: env, plan, demo (cli_demo.py), overlap. Needs the extra `cli`."""
+"""The `keel` command: env, plan, warmup; bench (cli_bench.py), demo (cli_demo.py), overlap.
+
+Needs the extra `cli`.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,8 @@ def main() -> None:
 
 def build_app() -> typer.Typer:
     """The commands, ready to be called."""
-    from keel.cli_demo import build_demo  # without the extra it cannot be imported
+    from keel.cli_bench import bench  # without the extra these cannot be imported
+    from keel.cli_demo import build_demo
 
     app = typer.Typer(
         help="Attention for LLM training that reports what it saw.",
@@ -75,7 +79,7 @@ def build_app() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_show_locals=False,
     )
-    for command in (env, plan):
+    for command in (env, plan, bench):
         app.command()(command)
     app.add_typer(build_demo(), name="demo")
     app.add_typer(overlap.build_app(), name="overlap")
