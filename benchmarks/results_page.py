@@ -34,7 +34,7 @@ def make_page(results: Path, page: Path) -> str:
     parts = [
         "# Results",
         "Made by `python benchmarks/results_page.py` from the CSV files of "
-        f"{_link('benchmarks/results', results, page)}; not edited by hand. Ratios are made inside "
+        f"{_link('this folder', results, page)}; not edited by hand. Ratios are made inside "
         "of one run, of results that were checked before they were timed. What a library could not "
         "do stands in the place of its figure.",
     ]

@@ -68,7 +68,7 @@ def bench(
         catalog.folder()
     except OSError as error:
         raise typer.BadParameter(str(error)) from None
-    console = make_console(stderr=as_json)
+    console = make_console()
     found = find_peers(fa3)
     if not as_json:
         console.print(_machine_line())
@@ -94,6 +94,8 @@ def bench(
     elif outcomes:
         console.print(_outcome_table(outcomes))
         console.print(f"results: {out}" + (f"; page: {text}" if text else ""), soft_wrap=True)
+        if not quick and any(x.status == SKIPPED for x in outcomes):
+            console.print("without a GPU, --quick runs more of them")
     bad = [x for x in outcomes if x.status not in (OK, SKIPPED)]
     if bad or not gate.ok:
         raise typer.Exit(1)

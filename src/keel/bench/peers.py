@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from keel.bench import catalog
+
 FA3_FOLDER = "KEEL_BENCH_FA3"
 """Environment variable: a folder with fa3_peer.py, which loads FlashAttention-3."""
 
@@ -48,9 +50,12 @@ def find_peers(folder: Path | None = None) -> list[Peer]:
 
 
 def fa3_folder(folder: Path | None = None) -> Path | None:
-    """The one given, else that of the environment; None where it has no fa3_peer.py."""
-    place = folder or (Path(os.environ[FA3_FOLDER]) if os.environ.get(FA3_FOLDER) else None)
-    return place if place is not None and (place / "fa3_peer.py").exists() else None
+    """The one given, else that of the environment, else .peers beside benchmarks/.
+
+    None where it has no fa3_peer.py.
+    """
+    place = folder or Path(os.environ.get(FA3_FOLDER) or catalog.folder().parent / ".peers")
+    return place if (place / "fa3_peer.py").exists() else None
 
 
 def _package(name: str, module: str, distribution: str, used_in: str) -> Peer:
