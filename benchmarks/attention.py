@@ -144,7 +144,7 @@ def make_all(names: Sequence[str], folder: Path | None) -> dict[str, Maker | Mis
         try:
             makers[name] = maker(name, folder)
         except (Missing, ImportError, OSError) as problem:
-            makers[name] = Missing(str(problem).splitlines()[0])
+            makers[name] = Missing(str(problem).partition("\n")[0] or type(problem).__name__)
             print(f"{name} is missing: {makers[name]}", flush=True)
     return makers
 
@@ -207,7 +207,7 @@ def run(args: argparse.Namespace, command: str) -> bool:
         print(f"[{n + 1}/{len(found)}, {budget.spent:.0f} s] {case}", flush=True)
         for key in dict.fromkeys((r.direction, r.timing) for r in fresh):
             together = {r.provider: r for r in fresh if (r.direction, r.timing) == key}
-            if not all(r.status == "as graph" or not r.ok for r in together.values()):
+            if any(r.ok for r in together.values()):
                 print(report.describe(together), flush=True)
     show(rows + skipped)
     print(f"\n{len(rows)} rows, {len(found)} cells in {budget.spent:.0f} s", flush=True)
