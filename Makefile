@@ -45,12 +45,12 @@ lint: $(STAMP) ## check style, types and layers
 	@echo "[keel] import layers"
 	@$(BIN)/lint-imports
 
-bench: $(STAMP) ## run the attention benchmark
-	@$(BIN)/python benchmarks/attention.py
+bench: $(STAMP) ## small benchmarks beside the libraries that are here (minutes); keel bench runs all
+	@$(BIN)/keel bench --quick
 
 clean: ## remove .venv, caches, build output and the demo's runs
 	@echo "[keel] removing $(VENV), caches, build output and the demo's runs"
-	@rm -rf $(VENV) build dist benchmarks/out runs/demo .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf $(VENV) build dist benchmarks/out runs/bench runs/demo .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and alone, so that a CPU build at hand is taken and then kept. PIP_CONSTRAINT

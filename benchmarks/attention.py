@@ -1,220 +1,62 @@
-"""Attention on one GPU: Keel beside FlashAttention-3, cuDNN and FlexAttention, in one run.
+"""Attention on one machine: Keel beside FlashAttention 2 and 3, cuDNN and FlexAttention.
 
-    python benchmarks/attention.py --peers DIR             # DIR holds fa3_peer.py and fa3.so
+    python benchmarks/attention.py                         # all of it, in about six minutes
     python benchmarks/attention.py --masks full causal --lengths 1024 65536 --dims 64 --heads 32:32
-    python benchmarks/attention.py --providers keel flex --direction forward --budget-s 300
+    python benchmarks/attention.py --peers flex --forward --seconds 300
+    python benchmarks/attention.py --quick                 # small sizes, also without a GPU
     python benchmarks/attention.py --list                  # what would run; needs no GPU
     python benchmarks/attention.py --table --dims 128      # tables and pictures from the CSV
 
-bf16, random data. Each result is checked against fp64 before it is timed, on memory full of NaNs,
-and again behind the replay of its CUDA graph; what is wrong is not timed. Providers take turns in
-each round, in random order; the median over rounds counts. Backward is timed alone, on one kept
-forward. TFLOP/s = 4 * area * hq * d (backward 2.5 times). The roof is what an 8192^3 product and a
-large copy, timed in the same run, allow. Rows are added to benchmarks/results/attention.csv as
-they come; ratios are made inside of one run only.
+FlashAttention-3 is the installed package, or what fa3_peer.py loads from the folder of --fa3 (or
+KEEL_BENCH_FA3, or .peers). bf16, fresh random data for each cell. Each result is checked against
+fp64 before it is timed, on memory full of NaNs, and again behind the replay of its CUDA graph; what
+is wrong is not timed, and what a library cannot do is written where its figure would be. Providers
+take turns in each round, in random order; the median over rounds counts. Backward is timed alone,
+on one kept forward. TFLOP/s = 4 * area * hq * d (backward 2.5 times). The roof is what an 8192^3
+product and a large copy, timed in the same run, allow. Rows are added to
+benchmarks/results/attention.csv as they come; ratios are made inside of one run only.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import random
+import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import attention_report as report
 import torch
-from attention_masks import DIRECTIONS, MASKS, Problem
-from attention_peers import DEFAULT, PROVIDERS, Attend, Maker, can_do, is_ours, maker
-from attention_report import Row
-from exact import TOLERANCE, Exact, worst_error
-from timing import (
-    Call,
-    TimeBudget,
-    Trial,
-    append_csv,
-    capture,
-    copy_rate,
-    gemm_rate,
-    poison_free_memory,
+from attention_bench import FLEX_CELLS, NOT_RUN, Bench, Case
+from attention_masks import DIRECTIONS, MASKS
+from attention_peers import (
+    ON_CPU,
+    ON_GPU,
+    OURS,
+    PEERS,
+    Maker,
+    Missing,
+    default_folder,
+    is_ours,
+    maker,
+    why_not,
 )
+from attention_report import Row
+from timing import TimeBudget, append_csv, copy_rate, gemm_rate, machine
 
 RESULTS = Path(__file__).parent / "results"
-LENGTHS = (2048, 8192, 16384, 32768)
 TIMINGS = ("graph", "eager")
-DEVICE = "cuda"
-
-
-@dataclass(frozen=True)
-class Case:
-    """A problem with heads."""
-
-    problem: Problem
-    hq: int
-    hk: int
-    d: int
-
-    def tensors(self) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """[q, k, v] and dout, all (tokens, heads, d)."""
-        make = functools.partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
-        q, k, v, dout = (
-            make(self.problem.tokens, h, self.d) for h in (self.hq, self.hk, self.hk, self.hq)
-        )
-        return [q, k, v], dout
-
-    def __str__(self) -> str:
-        p = self.problem
-        return f"{p.name} {p.tokens}, {self.hq}:{self.hk} heads, d {self.d}"
-
-
-@dataclass
-class Bench:
-    """What stays the same over the cases of a run."""
-
-    makers: dict[str, Maker]
-    directions: Sequence[str]
-    timings: Sequence[str]
-    rounds: int
-    sample_ms: float
-    budget: TimeBudget
-    gemm: float
-    copy: float
-    about: dict[str, str] = field(default_factory=dict)
-    """Columns that every row carries: gpu, triton, run."""
-    failed: bool = False
-    """A result of Keel was wrong, or raised."""
-
-    def measure(self, case: Case) -> list[Row]:
-        """One row for each provider, direction and timing that gave a right result."""
-        qkv, dout = case.tensors()
-        wants_grads = "backward" in self.directions
-        exact = Exact(case.problem, qkv, dout if wants_grads else None, key_head=case.hk - 1)
-        trials: dict[tuple[str, str, str], Trial] = {}
-        errors: dict[tuple[str, str], float] = {}
-        first: dict[str, list[torch.Tensor]] = {}
-        for name, make in self.makers.items():
-            if not can_do(name, case.problem):
-                continue
-            attend: Attend | None = None
-            for direction in self.directions:
-                # A peer that cannot do this size, or not its backward, must not end the run.
-                with self.leaving_out(f"{case}: {name} {direction}", is_ours(name)):
-                    attend = attend or make(case.problem)
-                    assert attend is not None
-                    got = run_poisoned(direction, attend, qkv, dout)
-                    error = exact.error(direction, got)
-                    if direction in first:  # the heads that fp64 did not look at
-                        error = max(error, worst_error(got, first[direction]))
-                    if not error < TOLERANCE:
-                        raise ArithmeticError(f"wrong result, relative error {error:.2g}")
-                    first.setdefault(direction, got)
-                    errors[name, direction] = error
-                    prepare = functools.partial(prepare_call, direction, attend, qkv, dout)
-                    if "eager" in self.timings:
-                        trials[name, direction, "eager"] = Trial(
-                            prepare(), budget_ms=self.sample_ms
-                        )
-                    if "graph" in self.timings:
-                        with self.leaving_out(
-                            f"{case}: graph of {name} {direction}", is_ours(name)
-                        ):
-                            trials[name, direction, "graph"] = graph_trial(
-                                prepare, got, self.sample_ms
-                            )
-        take_turns(trials, self.rounds, self.budget)
-        return [self.row(case, *key, trial, errors[key[:2]]) for key, trial in trials.items()]
-
-    @contextlib.contextmanager
-    def leaving_out(self, what: str, ours: bool) -> Iterator[None]:
-        """Turns an exception into a line of the report."""
-        try:
-            yield
-        except Exception as problem:
-            self.failed |= ours
-            print(f"{what} left out: {_first_line(problem)}", flush=True)
-
-    def row(
-        self, case: Case, provider: str, direction: str, timing: str, trial: Trial, error: float
-    ) -> Row:
-        p = case.problem
-        flops = p.flops(direction, case.hq, case.d)
-        num_bytes = p.least_bytes(direction, case.hq, case.hk, case.d)
-        return Row(
-            *(p.name, p.tokens, provider, direction, timing),
-            ms=trial.ms,
-            tflops=flops / trial.ms / 1e9,
-            error=error,
-            spread=trial.spread,
-            roof_tflops=report.roofline(flops, num_bytes, self.gemm, self.copy),
-            gemm_tflops=self.gemm,
-            hq=case.hq,
-            hk=case.hk,
-            d=case.d,
-            **self.about,
-        )
-
-
-def run_poisoned(
-    direction: str, attend: Attend, qkv: list[torch.Tensor], dout: torch.Tensor
-) -> list[torch.Tensor]:
-    """[out] or [dq, dk, dv], computed on memory full of NaNs."""
-    poison_free_memory(8 * sum(x.nbytes for x in qkv))
-    return _listed(prepare_call(direction, attend, qkv, dout)())
-
-
-def prepare_call(
-    direction: str, attend: Attend, qkv: list[torch.Tensor], dout: torch.Tensor
-) -> Call:
-    """The call to time; for a backward the forward is made here, once."""
-    if direction == "forward":
-        return functools.partial(attend, *qkv)
-    # Leaves of its own: autograd binds a leaf to the stream where it was first used, and one bound
-    # to another stream than that of a capture would break it.
-    leaves = [x.detach().requires_grad_() for x in qkv]
-    return functools.partial(torch.autograd.grad, attend(*leaves), leaves, dout, retain_graph=True)
-
-
-def graph_trial(
-    prepare: Callable[[], Call], expected: list[torch.Tensor], sample_ms: float
-) -> Trial:
-    """A CUDA graph of the call; its replay has to give what the checked call gave."""
-    replay, inside, result = capture(prepare)
-    results = _listed(result)
-    for x in results:
-        x.fill_(float("nan"))
-    replay()
-    if not (error := worst_error(results, expected)) < TOLERANCE:
-        raise ArithmeticError(f"wrong result, relative error {error:.2g}")
-    return Trial(replay, inside, sample_ms)
-
-
-def _listed(result: object) -> list[torch.Tensor]:
-    return [result] if isinstance(result, torch.Tensor) else list(result)
-
-
-def take_turns(trials: dict[tuple[str, str, str], Trial], rounds: int, budget: TimeBudget) -> None:
-    """Samples every trial once a round; what is compared is timed side by side, in random order.
-
-    Ends after the first round at the earliest, so that every trial has a sample.
-    """
-    groups: dict[tuple[str, str], list[Trial]] = {}
-    for (_, direction, timing), trial in trials.items():
-        groups.setdefault((direction, timing), []).append(trial)
-    for n in range(rounds):
-        if n and budget.is_over():
-            return
-        for group in groups.values():
-            for trial in random.sample(group, len(group)):
-                trial.sample()
-
-
-def _first_line(problem: Exception) -> str:
-    text = str(problem).strip().splitlines()
-    return f"{type(problem).__name__}: {text[0][:200] if text else ''}"
+MAIN = ((64, 8, 128),)
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+OTHERS = ((32, 32, 64), (64, 8, 64), (16, 16, 128), (16, 16, 256), (64, 8, 256))
+"""Other heads and head dims, of which a run without choices looks at three masks in one length."""
+OTHER_LENGTHS = (8192,)
+OTHER_MASKS = ("full", "causal", "vcausal")
+QUICK = {"cuda": (1024, 4096), "cpu": (256, 768)}
+QUICK_SHAPES = {"cuda": ((64, 8, 128),), "cpu": ((4, 2, 64),)}
+SECONDS = 360.0
 
 
 def heads(text: str) -> tuple[int, int]:
@@ -231,26 +73,54 @@ def heads(text: str) -> tuple[int, int]:
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
-    """Short ones first, so that a small budget sees every mask."""
-    return [
-        Case(MASKS[name](tokens), hq, hk, d)
-        for tokens in args.lengths or LENGTHS
-        for d in args.dims or (128,)
-        for hq, hk in args.heads or ((64, 8),)
+    """Cheap ones first, so that a small budget sees as many as it can."""
+    device = device_of()
+    if args.quick:
+        shapes, lengths = QUICK_SHAPES[device], QUICK[device]
+    else:
+        shapes, lengths = MAIN, LENGTHS
+    if args.dims or args.heads:
+        shapes = tuple(
+            (hq, hk, d) for hq, hk in args.heads or ((64, 8),) for d in args.dims or (128,)
+        )
+    grid = [
+        (name, tokens, shape)
+        for tokens in args.lengths or lengths
+        for shape in shapes
         for name in args.masks or MASKS
     ]
+    if not (args.quick or args.dims or args.heads or args.lengths):
+        grid += [
+            (name, tokens, shape)
+            for tokens in OTHER_LENGTHS
+            for shape in OTHERS
+            for name in OTHER_MASKS
+            if not args.masks or name in args.masks
+        ]
+    found = [Case(MASKS[name](tokens), *shape) for name, tokens, shape in grid]
+    return sorted(found, key=lambda case: case.flops("forward"))
+
+
+def device_of() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def peers_of(args: argparse.Namespace) -> Sequence[str]:
+    if args.peers is not None:
+        return args.peers
+    return ON_GPU if device_of() == "cuda" or args.list else ON_CPU
 
 
 def chosen_rows(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
     """Those that the filters of the command line leave."""
-    wanted = (
+    wanted: tuple[tuple[Sequence | None, Callable[[Row], object]], ...] = (
         (args.masks, lambda r: r.mask),
         (args.lengths, lambda r: r.tokens),
         (args.dims, lambda r: r.d),
         (args.heads, lambda r: (r.hq, r.hk)),
-        (args.direction, lambda r: r.direction),
+        (args.passes, lambda r: r.direction),
         (args.timing, lambda r: r.timing),
-        (args.providers, lambda r: r.provider),
+        (args.peers and [*args.peers, *args.ours], lambda r: r.provider),
     )
     return [r for r in rows if all(not values or of(r) in values for values, of in wanted)]
 
@@ -259,82 +129,126 @@ def list_cases(found: Sequence[Case], providers: Sequence[str]) -> str:
     lines = []
     for case in found:
         p = case.problem
-        able = [name for name in providers if can_do(name, p)]
+        able = [name for name in providers if why_not(name, p) is None]
         lines.append(
             f"{case}: {p.mask.num_slices} slices, {p.mask.area() / p.tokens**2:.1%} attended, "
-            f"{p.flops('forward', case.hq, case.d) / 1e12:.3g} TFLOP forward; {', '.join(able)}"
+            f"{case.flops('forward') / 1e12:.3g} TFLOP forward; {', '.join(able)}"
         )
     return "\n".join(lines)
 
 
-def make_all(names: Sequence[str], peers: Path | None) -> dict[str, Maker]:
-    makers = {}
-    for name in sorted(names, key=lambda name: not is_ours(name)):  # peers are held against Keel
+def make_all(names: Sequence[str], folder: Path | None) -> dict[str, Maker | Missing]:
+    """Keel first: peers are held against it."""
+    makers: dict[str, Maker | Missing] = {}
+    for name in sorted(names, key=lambda name: not is_ours(name)):
         try:
-            makers[name] = maker(name, peers)
-        except (FileNotFoundError, ImportError, OSError) as problem:
-            print(f"{name} left out: {_first_line(problem)}", flush=True)
+            makers[name] = maker(name, folder)
+        except (Missing, ImportError, OSError) as problem:
+            makers[name] = Missing(str(problem).partition("\n")[0] or type(problem).__name__)
+            print(f"{name} is missing: {makers[name]}", flush=True)
     return makers
 
 
-def run(args: argparse.Namespace) -> bool:
-    """Measures, prints and writes; whether all of Keel's results were right."""
-    import triton
+def shown_command(arguments: Sequence[str]) -> str:
+    """The command for the CSV, without this machine's folders."""
+    shown = [
+        "DIR" if before in ("--fa3", "--out") else text
+        for before, text in zip(["", *arguments], arguments, strict=False)
+    ]
+    return shlex.join(["python", "benchmarks/attention.py", *shown])
 
-    torch.manual_seed(0)
-    budget = TimeBudget(args.budget_s)
+
+def about_machine(command: str) -> dict[str, str]:
+    gpu, triton = machine()
+    return {
+        "gpu": gpu,
+        "triton": triton,
+        "cuda": torch.version.cuda or "",
+        "command": command,
+        "run": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def run(args: argparse.Namespace, command: str) -> bool:
+    """Measures, prints and writes; whether all of Keel's results were right."""
+    torch.manual_seed(args.seed)
+    device = device_of()
+    budget = TimeBudget(args.seconds)
     bench = Bench(
-        make_all(args.providers or DEFAULT, args.peers),
-        args.direction or DIRECTIONS,
-        args.timing or TIMINGS,
+        make_all([*args.ours, *peers_of(args)], args.fa3 or default_folder()),
+        args.passes or DIRECTIONS,
+        ("eager",) if device == "cpu" else args.timing or TIMINGS,
         args.rounds,
         args.sample_ms,
         budget,
         gemm_rate(),
         copy_rate(),
-        {
-            "gpu": torch.cuda.get_device_name(),
-            "triton": triton.__version__,
-            "run": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        },
+        cell_s=args.cell_seconds,
+        flex_cells=None if args.peers else FLEX_CELLS,
+        device=device,
+        dtype=torch.bfloat16 if device == "cuda" else torch.float32,
+        about=about_machine(command),
     )
-    print(f"8192^3 product {bench.gemm:.0f} TFLOP/s, copy {bench.copy:.2f} TB/s", flush=True)
+    print(f"large product {bench.gemm:.3g} TFLOP/s, copy {bench.copy:.2g} TB/s", flush=True)
     path = args.out / "attention.csv"
     report.migrate(path)
-    found, rows = cases(args), []
+    found, rows, skipped = cases(args), [], []
     for n, case in enumerate(found):
-        if not budget.has_room():
-            print(f"--budget-s {budget.seconds:.0f} ends the run: {n} of {len(found)} cases done")
-            break
+        if not budget.has_room(bench.expected_s(case)):
+            skipped += [
+                bench.empty_row(case, args.ours[0], *key, f"{NOT_RUN}: --seconds {args.seconds:g}")
+                for key in ((d, t) for d in bench.directions for t in bench.timings)
+            ]
+            continue
         with budget.piece():
             fresh = bench.measure(case)
         append_csv(fresh, path)
         rows += fresh
+        print(f"[{n + 1}/{len(found)}, {budget.spent:.0f} s] {case}", flush=True)
         for key in dict.fromkeys((r.direction, r.timing) for r in fresh):
             together = {r.provider: r for r in fresh if (r.direction, r.timing) == key}
-            print(report.describe(together), flush=True)
-    print(f"\n{report.tables(rows)}\n\n{len(rows)} rows in {budget.spent:.0f} s", flush=True)
-    if rows and not args.no_plots:
-        report.plot(report.read_rows(path), args.out)
+            if any(r.ok for r in together.values()):
+                print(report.describe(together), flush=True)
+    show(rows + skipped)
+    print(f"\n{len(rows)} rows, {len(found)} cells in {budget.spent:.0f} s", flush=True)
+    if any(row.ok for row in rows) and not args.no_plots:
+        for picture in report.plot(report.read_rows(path), args.out):
+            print(f"picture: {picture.name}")
     return not bench.failed
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Tables, what is missing and why, and the ratios last, where a terminal shows them."""
+    print(f"\n{report.tables(rows)}\n")
+    for line in report.reasons(rows):
+        print(line)
+    print(f"\n{report.ratio_grid(rows)}", flush=True)
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     many = functools.partial(made.add_argument, nargs="+")
-    many("--masks", choices=list(MASKS), help="default: all")
+    many("--masks", choices=list(MASKS), metavar="MASK", help=f"of {', '.join(MASKS)}; all")
     many("--lengths", "--seqlens", type=int, help=f"default: {' '.join(map(str, LENGTHS))}")
-    many("--dims", type=int, help="head dims; default: 128")
-    many("--heads", type=heads, help="query:key heads; default: 64:8")
-    many("--direction", choices=DIRECTIONS, help="default: both")
-    many("--timing", choices=TIMINGS, help="default: both")
-    many(
-        "--providers", help=f"of {', '.join(PROVIDERS)}; keel:BACKEND; default: {' '.join(DEFAULT)}"
-    )
-    made.add_argument("--peers", type=Path, help="folder with fa3_peer.py and fa3.so")
+    many("--dims", type=int, help="head dims; default: 128, and a few cells of 64 and 256")
+    many("--heads", type=heads, help="query:key heads; default: 64:8, and a few cells of others")
+    many("--passes", "--direction", choices=DIRECTIONS, help="default: both")
+    made.add_argument("--forward", action="store_true", help="short for --passes forward")
+    made.add_argument("--backward", action="store_true", help="short for --passes backward")
+    many("--timing", choices=TIMINGS, help="default: both; on CPUs eager")
+    many("--peers", help=f"of {', '.join(PEERS)}, or none; default: those that can run here")
+    many("--ours", default=["keel"], help=f"of {', '.join(OURS)}; with :BACKEND for one of them")
+    made.add_argument("--fa3", type=Path, help="folder with fa3_peer.py and fa3.so")
     made.add_argument("--rounds", type=int, default=5)
     made.add_argument("--sample-ms", type=float, default=20.0, help="length of one measurement")
-    made.add_argument("--budget-s", type=float, help="ends by itself within about this time")
+    made.add_argument(
+        "--seconds", "--budget-s", type=float, default=SECONDS, help="ends within about this time"
+    )
+    made.add_argument(
+        "--cell-seconds", type=float, default=15.0, help="a cell beyond it makes fewer rounds"
+    )
+    made.add_argument("--seed", type=int, default=0, help="of the random data")
+    made.add_argument("--quick", action="store_true", help="a few small sizes")
     made.add_argument("--out", type=Path, default=RESULTS)
     made.add_argument("--no-plots", action="store_true")
     made.add_argument("--list", action="store_true", help="what would run, no run")
@@ -342,26 +256,41 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def checked(args: argparse.Namespace) -> argparse.Namespace:
+    """Names that nobody knows are told with those that are known."""
+    if args.peers == ["none"]:
+        args.peers = []
+    for name in args.peers or ():
+        if name not in PEERS:
+            raise SystemExit(f"unknown peer {name!r}: one of {', '.join(PEERS)}")
+    for name in args.ours:
+        if not is_ours(name):
+            raise SystemExit(f"unknown variant {name!r} of Keel: one of {', '.join(OURS)}")
+    if args.forward or args.backward:
+        if args.passes:
+            raise SystemExit("--passes says it already: leave --forward and --backward out")
+        args.passes = [x for x in DIRECTIONS if getattr(args, x)]
+    return args
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(arguments)
-    for name in args.providers or ():
-        if name not in PROVIDERS and not is_ours(name):
-            raise SystemExit(f"unknown provider {name!r}: one of {', '.join(PROVIDERS)}")
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    args = checked(parser().parse_args(arguments))
     if args.list:
-        print(list_cases(cases(args), args.providers or DEFAULT))
+        print(list_cases(cases(args), [*args.ours, *peers_of(args)]))
         return 0
     if args.table:
         path = args.out / "attention.csv"
         if not path.exists():
             raise SystemExit(f"{path} is not there: run without --table first, or give --out")
         rows = chosen_rows(report.read_rows(path), args)
-        print(report.tables(rows))
+        show(rows)
         if not args.no_plots:
             report.plot(rows, args.out)
         return 0
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA GPU; `make demo` runs everywhere")
-    return 0 if run(args) else 1
+    if device_of() == "cpu" and not args.quick:
+        raise SystemExit("this benchmark needs a CUDA GPU; --quick runs everywhere")
+    return 0 if run(args, shown_command(arguments)) else 1
 
 
 if __name__ == "__main__":

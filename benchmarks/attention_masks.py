@@ -5,7 +5,7 @@
 | full, causal | plain |
 | swa | causal window: row i sees keys [i - 1024, i] |
 | vfull, vcausal | packed documents, lengths lognormal with median tokens/24 |
-| tiny | 1,000 packed causal documents, cut at random |
+| tiny | packed causal documents of 32 to 128 tokens, 1,000 of them in 64k |
 | blockcausal | those of vfull in blocks of tokens/32: a block sees itself and what came before it |
 | video | packed videos of equal chunks: a chunk sees itself and the 4 before it, as Magi-1's do |
 
@@ -25,7 +25,10 @@ from keel import masks
 from keel.masks import AttnMask
 
 WINDOW = 1024
-TINY_DOCUMENTS = 1000
+TINY = (32, 128)
+"""Tokens of a tiny document."""
+TINY_MEAN = 65536 / 1000
+"""So that 64k tokens are 1,000 of them."""
 VIDEO_CHUNKS_SEEN = 5
 VIDEOS = ((8, 1 / 20), (9, 1 / 32), (16, 1 / 50))
 """(chunks, tokens of a chunk / all tokens) of each video, in turn until the tokens are used up:
@@ -87,10 +90,17 @@ def document_bounds(tokens: int, seed: int = 0) -> list[int]:
 
 
 def tiny_bounds(tokens: int, seed: int = 0) -> list[int]:
-    """1,000 documents of at least one token, fewer where there are fewer tokens."""
-    count = min(TINY_DOCUMENTS, tokens)
-    cuts = np.random.default_rng(seed).choice(np.arange(1, tokens), count - 1, replace=False)
-    return [0, *sorted(cuts.tolist()), tokens]
+    """Documents of 32 to 128 tokens, 65.5 on average; less than 64 tokens are one document."""
+    least, most = TINY
+    count = min(round(tokens / TINY_MEAN), tokens // least)
+    if count < 2:
+        return [0, tokens]
+    spare = tokens - count * least  # cut at random; what is too long for one goes to the shortest
+    cuts = np.sort(np.random.default_rng(seed).integers(0, spare + 1, count - 1))
+    extra = np.minimum(np.diff(cuts, prepend=0, append=spare), most - least)
+    while rest := spare - int(extra.sum()):
+        extra[np.argsort(extra, kind="stable")[: min(rest, count // 2)]] += 1
+    return [0, *np.cumsum(extra + least).tolist()]
 
 
 def video_mask(tokens: int) -> AttnMask:

@@ -1,12 +1,14 @@
-"""Who can compute which mask: Keel, FlashAttention-3, cuDNN and FlexAttention behind one signature.
+"""Who can compute which mask: Keel, FlashAttention-3, torch's attention and FlexAttention.
 
-A maker takes a problem and gives a differentiable call (tokens, heads, d) q, k, v -> out, or None
-where that library cannot do the mask at all.
+A maker takes a problem and gives a differentiable call (tokens, heads, d) q, k, v -> out, the same
+for all. A library that is not here is a `Missing` with the reason.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,49 +20,86 @@ from attention_masks import PLAIN, Problem
 import keel
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Maker = Callable[[Problem], Attend | None]
+Maker = Callable[[Problem], Attend]
 
-PROVIDERS = {
+OURS = {
     "keel": "Keel, with max logits",
     "keel-plain": "Keel, without max logits",
+}
+PEERS = {
     "fa3": "FlashAttention-3: batch path for plain masks, varlen for documents",
     "fa3-loop": "FlashAttention-3, one call for each rectangle of the mask",
     "cudnn": "cuDNN through torch's scaled_dot_product_attention",
-    "flex": "FlexAttention: slow to compile, so only on request",
+    "flash": "FlashAttention-2 through torch's scaled_dot_product_attention",
+    "sdpa": "torch's scaled_dot_product_attention as it chooses, with a dense mask where needed",
+    "flex": "FlexAttention, compiled, with a block mask",
 }
-DEFAULT = ("keel", "fa3", "fa3-loop", "cudnn")
+ON_GPU = ("fa3", "fa3-loop", "cudnn", "flash", "flex")
+ON_CPU = ("sdpa",)
+FA3_FOLDER = "KEEL_BENCH_FA3"
+"""Environment variable: the default of --fa3."""
+
+
+class Missing(Exception):
+    """A peer that is not here: the reason goes where its figures would."""
 
 
 def is_ours(provider: str) -> bool:
-    return provider.partition(":")[0] in ("keel", "keel-plain")
+    return provider.partition(":")[0] in OURS
 
 
-def can_do(provider: str, problem: Problem) -> bool:
-    if provider == "cudnn":
-        return problem.name in ("full", "causal")
-    if provider == "fa3":
-        return problem.name in PLAIN or problem.bounds is not None
-    if provider == "fa3-loop":
-        return problem.name not in PLAIN and problem.bounds is None and bool(problem.rectangles)
-    return True
+def why_not(provider: str, problem: Problem) -> str | None:
+    """Why a library cannot do a mask at all; None if it can."""
+    if provider in ("cudnn", "flash") and problem.name not in ("full", "causal"):
+        return "torch's fused attention knows full and causal masks alone"
+    if provider == "fa3" and problem.name not in PLAIN and problem.bounds is None:
+        return "it has no such mask: see fa3-loop"
+    if provider == "fa3-loop" and not is_loop(problem):
+        return "one call of fa3 does it"
+    if provider == "sdpa" and problem.tokens > 8192:
+        return "its dense mask would not fit"
+    return None
 
 
-def maker(provider: str, peers: Path | None) -> Maker:
+def is_loop(problem: Problem) -> bool:
+    """Whether FlashAttention needs a call for each rectangle."""
+    return problem.name not in PLAIN and problem.bounds is None and bool(problem.rectangles)
+
+
+def default_folder() -> Path | None:
+    """Where fa3_peer.py is: what the environment says, else .peers beside benchmarks/."""
+    folder = Path(os.environ.get(FA3_FOLDER) or Path(__file__).parents[1] / ".peers")
+    return folder if (folder / "fa3_peer.py").exists() else None
+
+
+def why_absent(provider: str, folder: Path | None) -> str | None:
+    """Why a peer cannot run on this machine; None if it can, as far as one can tell."""
+    on_gpu = torch.cuda.is_available()
+    if provider in ("fa3", "fa3-loop"):
+        if folder is not None and not (folder / "fa3_peer.py").exists():
+            return f"no fa3_peer.py in {folder.name}: --fa3 or {FA3_FOLDER} name its folder"
+        if folder is None and importlib.util.find_spec("flash_attn_interface") is None:
+            return f"not installed: flash_attn_interface, or --fa3 or {FA3_FOLDER} name a folder"
+        if not on_gpu or torch.cuda.get_device_capability()[0] != 9:
+            return "needs a Hopper GPU"
+    if provider in ("cudnn", "flash") and not on_gpu:
+        return "needs a CUDA GPU"
+    return None
+
+
+def maker(provider: str, folder: Path | None = None) -> Maker:
     """`keel:triton` and `keel-plain:triton` ask for one backend of Keel."""
     name, _, backend = provider.partition(":")
     if is_ours(provider):
-        make: Maker = functools.partial(_keel, name == "keel", backend or "auto")
-    elif provider == "cudnn":
-        make = _cudnn
-    elif provider == "flex":
-        make = _flex
-    elif provider in ("fa3", "fa3-loop"):
-        if peers is None or not (peers / "fa3_peer.py").exists():
-            raise FileNotFoundError(f"{provider} needs --peers, a folder with fa3_peer.py")
-        make = functools.partial(_fa3 if provider == "fa3" else _fa3_loop, _load_fa3(peers))
-    else:
-        raise ValueError(f"unknown provider {provider!r}: one of {', '.join(PROVIDERS)}")
-    return lambda problem: make(problem) if can_do(provider, problem) else None
+        return functools.partial(_keel, name == "keel", backend or "auto")
+    if provider not in PEERS:
+        raise ValueError(f"unknown peer {provider!r}: one of {', '.join(PEERS)}")
+    if reason := why_absent(provider, folder):
+        raise Missing(reason)
+    if provider in ("fa3", "fa3-loop"):
+        return functools.partial(_fa3 if provider == "fa3" else _fa3_loop, _load_fa3(folder))
+    makers = {"cudnn": _cudnn, "flash": _flash, "sdpa": _sdpa, "flex": _flex}
+    return makers[provider]
 
 
 def _keel(with_max: bool, backend: str, problem: Problem) -> Attend:
@@ -73,16 +112,46 @@ def _keel(with_max: bool, backend: str, problem: Problem) -> Attend:
 
 
 def _cudnn(problem: Problem) -> Attend:
-    # Settings of the process, not a context around each call: that would cost host time.
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.backends.cuda.enable_math_sdp(False)
+    return _torch_attention(problem, cudnn=True)
 
+
+def _flash(problem: Problem) -> Attend:
+    return _torch_attention(problem, cudnn=False)
+
+
+def _torch_attention(problem: Problem, *, cudnn: bool) -> Attend:
     def attend(q, k, v):
+        _allow(cudnn=cudnn, flash=not cudnn, others=False)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=problem.causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out[0].transpose(0, 1)
+
+    return attend
+
+
+def _allow(*, cudnn: bool, flash: bool, others: bool) -> None:
+    # Switches of the process before each call, and no context around it: that would cost
+    # microseconds of the host, and these some hundred nanoseconds.
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    torch.backends.cuda.enable_flash_sdp(flash)
+    torch.backends.cuda.enable_mem_efficient_sdp(others)
+    torch.backends.cuda.enable_math_sdp(others)
+
+
+def _sdpa(problem: Problem) -> Attend:
+    dense = None
+    if problem.name not in ("full", "causal"):
+        dense = problem.mask.to_dense().to("cuda" if torch.cuda.is_available() else "cpu")
+
+    def attend(q, k, v):
+        _allow(cudnn=True, flash=True, others=True)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *(q, k, v, dense),
+            is_causal=problem.name == "causal",
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         return out[0].transpose(0, 1)
 
@@ -95,10 +164,11 @@ def _flex(problem: Problem) -> Attend:
 
     torch._functorch.config.donated_buffer = False  # its backward runs many times on one graph
     torch._dynamo.reset()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     block_mask = None
     if problem.name != "full":
-        mod = flex_mask_mod(problem, "cuda")
-        block_mask = create_block_mask(mod, None, None, problem.tokens, problem.tokens, "cuda")
+        mod = flex_mask_mod(problem, device)
+        block_mask = create_block_mask(mod, None, None, problem.tokens, problem.tokens, device)
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def attend(q, k, v):
@@ -121,7 +191,12 @@ def flex_mask_mod(problem: Problem, device: str) -> Callable[..., torch.Tensor]:
 
 
 @functools.cache
-def _load_fa3(folder: Path) -> Any:
+def _load_fa3(folder: Path | None) -> Any:
+    """What fa3_peer.py loads, with `fwd` and `bwd`; without a folder the installed package."""
+    if folder is None:
+        import flash_attn_interface
+
+        return flash_attn_interface
     sys.path.append(str(folder))
     from fa3_peer import load
 
@@ -134,6 +209,8 @@ def _fa3(peer: Any, problem: Problem) -> Attend:
         cu = torch.tensor(problem.bounds, dtype=torch.int32, device="cuda")
         longest = int(cu.diff().max())
     options = (cu, longest, problem.causal, problem.window)
+    if hasattr(peer, "flash_attn_func"):
+        return functools.partial(_installed_fa3, peer, options)
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -153,6 +230,17 @@ def _fa3(peer: Any, problem: Problem) -> Attend:
     return Attention.apply
 
 
+def _installed_fa3(peer: Any, options: tuple, q, k, v) -> torch.Tensor:
+    cu, longest, causal, window = options
+    rules = {"causal": causal, "window_size": (window, 0 if window >= 0 else -1)}
+    if cu is None:
+        out = peer.flash_attn_func(q[None], k[None], v[None], **rules)
+    else:
+        out = peer.flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, **rules)
+    out = out[0] if isinstance(out, tuple) else out  # versions differ in whether the lse comes too
+    return out if cu is not None else out[0]
+
+
 def _fa3_loop(peer: Any, problem: Problem) -> Attend:
     """What is left to users of FA3 on block masks: a call for each block of rows.
 
@@ -160,6 +248,9 @@ def _fa3_loop(peer: Any, problem: Problem) -> Attend:
     """
     parts = [(slice(q0, q1), slice(k0, k1)) for q0, q1, k0, k1 in problem.rectangles or ()]
     options = (None, None, False, -1)
+    if hasattr(peer, "flash_attn_func"):
+        one = functools.partial(_installed_fa3, peer, options)
+        return lambda q, k, v: torch.cat([one(q[rows], k[keys], v[keys]) for rows, keys in parts])
 
     class Attention(torch.autograd.Function):
         @staticmethod

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from attention_masks import DIRECTIONS, MASKS
-from attention_peers import PROVIDERS, is_ours
+from attention_peers import PEERS, is_ours
 from timing import write_csv
 
 import keel
@@ -22,7 +22,10 @@ LABELS = {
     "cudnn": "cuDNN",
     "fa3": "FlashAttention-3",
     "fa3-loop": "FlashAttention-3, a call per block",
+    "flash": "FlashAttention-2 in torch",
+    "sdpa": "torch",
 }
+OK = "ok"
 
 
 @dataclass
@@ -53,6 +56,21 @@ class Row:
     keel: str = keel.__version__
     run: str = ""
     """When the run began: ratios are made inside of one run only."""
+    rounds: int = 0
+    """Samples of which `ms` is the median; 0 where they were not counted."""
+    status: str = OK
+    """Why there is no figure: a short word, mostly a colon and the reason."""
+    cuda: str = ""
+    command: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.status == OK
+
+    @property
+    def word(self) -> str:
+        """The status in a table."""
+        return self.status.partition(":")[0]
 
 
 @dataclass(frozen=True, order=True)
@@ -116,6 +134,8 @@ def latest(rows: Iterable[Row]) -> dict[tuple[str, int, str], dict[str, Row]]:
     """
     runs: dict[tuple[str, int, str], dict[str, dict[str, Row]]] = {}
     for row in rows:
+        if not row.ok:
+            continue
         by_run = runs.setdefault((row.mask, row.tokens, row.direction), {})
         by_run.setdefault(row.run, {})[row.provider] = row
     found = {}
@@ -126,6 +146,25 @@ def latest(rows: Iterable[Row]) -> dict[tuple[str, int, str], dict[str, Row]]:
     return found
 
 
+def failures(rows: Iterable[Row]) -> dict[tuple[str, int, str], dict[str, Row]]:
+    """(mask, tokens, direction) -> provider -> row without a figure, of the runs `latest` takes.
+
+    Where Keel itself has no figure, of the last run.
+    """
+    rows = list(rows)
+    taken = {key: next(iter(found.values())).run for key, found in latest(rows).items()}
+    last: dict[tuple[str, int, str], str] = {}
+    for row in rows:
+        key = row.mask, row.tokens, row.direction
+        last[key] = max(last.get(key, ""), row.run)
+    found: dict[tuple[str, int, str], dict[str, Row]] = {}
+    for row in rows:
+        key = row.mask, row.tokens, row.direction
+        if not row.ok and row.run == taken.get(key, last[key]):
+            found.setdefault(key, {})[row.provider] = row
+    return found
+
+
 def ours(providers: dict[str, Row]) -> Row | None:
     """The row that stands for Keel: `keel` if it ran, else the first of its variants."""
     names = [name for name in providers if is_ours(name)]
@@ -133,7 +172,7 @@ def ours(providers: dict[str, Row]) -> Row | None:
 
 
 def best_peer(providers: dict[str, Row]) -> Row | None:
-    peers = [row for name, row in providers.items() if name in PROVIDERS and not is_ours(name)]
+    peers = [row for name, row in providers.items() if name in PEERS]
     return max(peers, key=lambda row: row.tflops, default=None)
 
 
@@ -144,54 +183,129 @@ def ratio(providers: dict[str, Row]) -> float | None:
 
 
 def describe(providers: dict[str, Row]) -> str:
-    """One line for the terminal."""
+    """One line for the terminal; rows without a figure show why."""
+    empty = {name: row for name, row in providers.items() if not row.ok}
+    first = next(iter(providers.values()))
+    providers = {name: row for name, row in providers.items() if row.ok}
     mine = ours(providers)
-    first = mine or next(iter(providers.values()))
+    first = mine or next(iter(providers.values()), first)
     line = f"{first.tokens:6d} {first.mask:11s} {first.direction:8s} {first.timing:5s}"
     for name, row in providers.items():
-        line += f" | {name} {row.tflops:5.0f}"
+        line += f" | {name} {_speed(row.tflops):>5}"
         if row is mine and row.roof_tflops:
             line += f" ({row.tflops / row.roof_tflops:4.0%} of roof)"
         elif mine is not None and not is_ours(name):
             line += f", {mine.provider} {row.ms / mine.ms:.3f}x"
-    return line + f" | {first.ms * 1e3:.0f} us"
+    for name, row in empty.items():
+        line += f" | {name} {row.word}"
+    return line + (f" | {first.ms * 1e3:.0f} us" if first.ok else "")
 
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown of one shape in TFLOP/s, forward / backward where both were timed."""
-    found = latest(rows)
-    here = {name for providers in found.values() for name in providers}
+    found, empty = latest(rows), failures(rows)
+    keys = {*found, *empty}
+    here = {name for each in (found, empty) for providers in each.values() for name in providers}
     variants = sorted((n for n in here if is_ours(n)), key=lambda name: (name != "keel", name))
     names = [*variants, *(n for n in LABELS if n in here and not is_ours(n))]
     titles = ["tokens", "mask", *(LABELS.get(n, n) for n in names), "of best peer", "of roof"]
-    digits = [0] * len(names) + [2, 2]
-    directions = [d for d in DIRECTIONS if any(key[2] == d for key in found)]
+    directions = [d for d in DIRECTIONS if any(key[2] == d for key in keys)]
     order = list(MASKS)
     lines = []
-    for mask, tokens in sorted({k[:2] for k in found}, key=lambda k: (k[1], order.index(k[0]))):
-        cells: list[list[str]] = [[] for _ in digits]
+    for mask, tokens in sorted({k[:2] for k in keys}, key=lambda k: (k[1], order.index(k[0]))):
+        cells: list[list[str]] = [[] for _ in range(len(names) + 2)]
         for direction in directions:
-            providers = found.get((mask, tokens, direction), {})
+            key = mask, tokens, direction
+            providers, without = found.get(key, {}), empty.get(key, {})
             mine = ours(providers)
-            values = [row.tflops if (row := providers.get(n)) else None for n in names]
-            values += [
-                ratio(providers),
-                mine.tflops / mine.roof_tflops if mine and mine.roof_tflops else None,
-            ]
-            for cell, value, n in zip(cells, values, digits, strict=True):
-                cell.append("–" if value is None else f"{value:.{n}f}")
-        shown = [" / ".join(cell) if set(cell) != {"–"} else "–" for cell in cells]
+            roof = mine.tflops / mine.roof_tflops if mine and mine.roof_tflops else None
+            texts = [_figure(providers.get(n), without.get(n)) for n in names]
+            texts += ["–" if x is None else f"{x:.2f}" for x in (ratio(providers), roof)]
+            for cell, text in zip(cells, texts, strict=True):
+                cell.append(text)
+        shown = [cell[0] if _says_one_thing(cell) else " / ".join(cell) for cell in cells]
         lines.append([str(tokens), mask, *shown])
     kept = [n for n in range(len(titles)) if any(line[n] != "–" for line in lines)]
     lines = [titles, ["---"] * len(titles), *lines]
     return "\n".join(f"| {' | '.join(line[n] for n in kept)} |" for line in lines)
 
 
+def _figure(row: Row | None, empty: Row | None) -> str:
+    if row is not None:
+        return _speed(row.tflops)
+    return "–" if empty is None else empty.word
+
+
+def _speed(tflops: float) -> str:
+    return f"{tflops:.0f}" if tflops >= 10 else f"{tflops:.2g}"
+
+
+def _says_one_thing(cell: Sequence[str]) -> bool:
+    return len(set(cell)) == 1 and not cell[0][0].isdigit()
+
+
+def ratio_grid(rows: Sequence[Row]) -> str:
+    """Keel's speed / the best peer's: a line for each mask, a column for each length.
+
+    One block for each shape, timing and pass; in place of a ratio stands why there is none.
+    """
+    blocks = []
+    for shape in sorted({Shape.of(row) for row in rows}):
+        own = [row for row in rows if Shape.of(row) == shape]
+        found, empty = latest(own), failures(own)
+        keys = {*found, *empty}
+        lengths = sorted({tokens for _, tokens, _ in keys})
+        for direction in DIRECTIONS:
+            kinds = [m for m in MASKS if any((m, n, direction) in keys for n in lengths)]
+            if not kinds:
+                continue
+            lines = [["mask", *(_length(n) for n in lengths)]]
+            for kind in kinds:
+                cells = (
+                    _ratio_text(found.get((kind, n, direction)), empty.get((kind, n, direction)))
+                    for n in lengths
+                )
+                lines.append([kind, *cells])
+            widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+            text = "\n".join(
+                "  ".join(f"{x:>{w}}" if n else f"{x:{w}}" for n, (x, w) in enumerate(pairs))
+                for pairs in (list(zip(line, widths, strict=True)) for line in lines)
+            )
+            blocks.append(f"{shape}, {direction}: Keel / best peer\n{text}")
+    return "\n\n".join(blocks)
+
+
+def _length(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+def _ratio_text(found: dict[str, Row] | None, empty: dict[str, Row] | None) -> str:
+    found, empty = found or {}, empty or {}
+    value = ratio(found)
+    if value is not None:
+        return f"{value:.3f}"
+    ours_empty = next((row.word for name, row in empty.items() if is_ours(name)), None)
+    return ours_empty or ("no peer" if found else "–")
+
+
+def reasons(rows: Iterable[Row]) -> list[str]:
+    """Each reason for a missing figure once, with where it came up."""
+    places: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if not row.ok and ":" in row.status:
+            places.setdefault((row.provider, row.status), []).append(row)
+    lines = []
+    for (provider, status), own in places.items():
+        kinds = ", ".join(dict.fromkeys(row.mask for row in own))
+        lines.append(f"{provider}: {status} ({kinds}; {len(own)} figures)")
+    return lines
+
+
 def tables(rows: Sequence[Row]) -> str:
     """A table for each shape, under its name."""
     shapes = sorted({Shape.of(row) for row in rows})
     parts = [(s, [row for row in rows if Shape.of(row) == s]) for s in shapes]
-    return "\n\n".join(f"{shape}\n\n{table(own)}" for shape, own in parts if latest(own))
+    return "\n\n".join(f"{shape}\n\n{table(own)}" for shape, own in parts)
 
 
 def plot(rows: Sequence[Row], folder: Path) -> list[Path]:

@@ -238,10 +238,10 @@ def run(args: argparse.Namespace) -> None:
 
     torch.manual_seed(0)
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    budget, rows = TimeBudget(args.budget_s), []
+    budget, rows = TimeBudget(args.seconds), []
     for problem in (MASKS[name](tokens) for tokens in args.lengths for name in args.masks):
         if not budget.has_room():
-            print(f"--budget-s {args.budget_s:.0f} ends the run after {len(rows)} cases")
+            print(f"--seconds {args.seconds:.0f} ends the run after {len(rows)} cases")
             break
         with budget.piece():
             row = measure(problem, args.pairs, args.backend, budget)
@@ -261,7 +261,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--pairs", type=at_least_30, default=40)
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--budget-s", type=float, help="ends by itself within about this time")
+    parser.add_argument(
+        "--seconds", "--budget-s", type=float, help="ends by itself within about this time"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="show results of the CSV, no run")
     args = parser.parse_args(arguments)

@@ -3,6 +3,7 @@
     python benchmarks/muon.py                       # 4096 × 4096, 4096 × 11008, and 24 layers
     python benchmarks/muon.py --forms               # both forms, to see where one beats the other
     python benchmarks/muon.py --sweep               # tile configs of the symmetric products
+    python benchmarks/muon.py --quick               # small matrices, also without a GPU
     python benchmarks/muon.py --table               # the table again, from the CSV
 
 Rate = FLOPs of the plain form (4 m² n + 2 m³ a step) / time, whatever a provider really computes.
@@ -21,20 +22,23 @@ import math
 import random
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from timing import time_calls, write_csv
+from timing import machine, time_calls, write_csv
 
 import keel
 from keel.optim import Muon, newton_schulz, orthogonalize
 
 RESULTS = Path(__file__).parent / "results"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN, INNER, LAYERS, STEPS = 4096, 11_008, 24, 5
 LAYER: list[tuple[int, ...]] = [(HIDDEN, HIDDEN)] * 4 + [(HIDDEN, INNER)] * 3
 SHAPES: list[tuple[int, ...]] = [(HIDDEN, HIDDEN), (HIDDEN, INNER)]
+QUICK_SHAPES: list[tuple[int, ...]] = [(48, 48), (48, 128)]
+"""Of CPUs, most of which multiply bf16 slowly."""
 
 
 @dataclass
@@ -101,7 +105,7 @@ def in_turns(
 
 def errors_of(names: list[str], shape: tuple[int, ...]) -> dict[str, float]:
     """Relative distance from the steps in fp32, for a matrix with singular values over a decade."""
-    x = torch.randn(shape, device="cuda") + 3 * torch.randn(*shape[:-1], 1, device="cuda") / 10
+    x = torch.randn(shape, device=DEVICE) + 3 * torch.randn(*shape[:-1], 1, device=DEVICE) / 10
     exact = orthogonalize(x, dtype=torch.float32, form="plain")
     found = {n: float((PROVIDERS[n](x).float() - exact).norm() / exact.norm()) for n in names}
     for name, error in found.items():
@@ -114,19 +118,19 @@ def errors_of(names: list[str], shape: tuple[int, ...]) -> dict[str, float]:
 
 def measure_shape(shape: tuple[int, ...], names: list[str], rounds: int) -> list[Row]:
     errors = errors_of(names, shape)
-    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
     times = in_turns({n: functools.partial(PROVIDERS[n], x) for n in names}, rounds)
     what = "x".join(map(str, shape))
     return [Row(n, what, ms, flops([shape]) / ms / 1e9, errors[n]) for n, ms in times.items()]
 
 
-def measure_step(layers: int, rounds: int) -> list[Row]:
+def measure_step(layer: list[tuple[int, ...]], layers: int, rounds: int) -> list[Row]:
     """Whole steps, bf16 parameters; both optimizers look at the same gradients."""
-    shapes = LAYER * layers
+    shapes = layer * layers
     params = {n: [] for n in ("keel", "torch")}
     for shape in shapes:
         # from zero on: bf16 weights of usual size would round most of a step away
-        grad = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        grad = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
         for mine in params.values():
             mine.append(torch.nn.Parameter(torch.zeros_like(grad)))
             mine[-1].grad = grad
@@ -138,7 +142,7 @@ def measure_step(layers: int, rounds: int) -> list[Row]:
     for optimizer in optimizers.values():
         optimizer.step()
     error = 0.0
-    for a, b in zip(*(mine[: len(LAYER)] for mine in params.values()), strict=True):
+    for a, b in zip(*(mine[: len(layer)] for mine in params.values()), strict=True):
         mine, other = a.detach().float(), b.detach().float()
         error = max(error, float((mine - other).norm() / other.norm()))
     if not error < 0.1:
@@ -164,7 +168,7 @@ def sweep(rounds: int) -> list[Product]:
     for batch, (m, k), polynomial in itertools.product((1, 4), SHAPES, (False, True)):
         if polynomial and k != m:
             continue
-        x = torch.randn(batch, m, k, device="cuda", dtype=torch.bfloat16) / k**0.5
+        x = torch.randn(batch, m, k, device=DEVICE, dtype=torch.bfloat16) / k**0.5
         if polynomial:
             x = (x + x.mT) / 2
         third = {"c": x, "alpha": 2.0, "beta": -4.0} if polynomial else {}
@@ -235,7 +239,7 @@ def read_rows(path: Path) -> list[Row]:
         return [Row(**{**r, **{n: float(r[n]) for n in numbers}}) for r in csv.DictReader(file)]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=LAYERS, help="0: no whole steps")
@@ -243,19 +247,21 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="tile configs instead")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="print the table of the last CSV")
-    args = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="small matrices")
+    args = parser.parse_args(arguments)
     if args.table:
         print(table(read_rows(args.out / "muon.csv")))
         return
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA GPU; `make demo` runs everywhere")
-    import triton
-
+    if DEVICE == "cpu" and not args.quick:
+        raise SystemExit("this benchmark needs a CUDA GPU; --quick runs everywhere")
     torch.manual_seed(0)
     if args.sweep:
         write_csv(sweep(args.rounds), args.out / "muon_sweep.csv")
         return
-    shapes, names = SHAPES, ["keel", "torch"]
+    shapes, names, layer = SHAPES, ["keel", "torch"], LAYER
+    if args.quick and DEVICE == "cpu":
+        shapes = QUICK_SHAPES
+        layer = QUICK_SHAPES[:1] * 4 + QUICK_SHAPES[1:] * 3
     if args.forms:
         wider = [(m, int(m * a)) for m in (512, 1024, 2048, 4096) for a in (1, 1.25, 1.5, 2, 4)]
         several = [(4, 1024, 1024), (16, 1024, 1024), (16, 1024, 4096), (4, 2048, 2048)]
@@ -265,9 +271,9 @@ def main() -> None:
         rows += measure_shape(shape, names, args.rounds)
         print(*(f"{r.provider} {r.what} {r.ms:.3f} ms" for r in rows[-len(names) :]), sep=" | ")
     if args.layers and not args.forms:
-        rows += measure_step(args.layers, args.rounds)
+        rows += measure_step(layer, 1 if args.quick else args.layers, args.rounds)
     for row in rows:
-        row.gpu, row.triton = torch.cuda.get_device_name(), triton.__version__
+        row.gpu, row.triton = machine()
     write_csv(rows, args.out / ("muon_forms.csv" if args.forms else "muon.csv"))
     print(table(rows))
     if not args.forms:

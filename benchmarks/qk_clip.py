@@ -2,27 +2,51 @@
 
     python benchmarks/qk_clip.py
     python benchmarks/qk_clip.py --layers 24 --heads 32 --hidden 4096
+    python benchmarks/qk_clip.py --quick            # 8 layers
 
 Weights are bf16, hidden × (heads · 128), one for queries and one for keys in each layer. `idle`
 clips no head, `busy` one head in eight of every layer. Times are those of a whole step as the
 training loop sees it, host included; `graph` replays the same step from a CUDA graph. A step whose
 weights are wrong is not timed. Max logits from q and k are timed beside a forward of the attention.
+Results go to benchmarks/results/qk_clip.csv.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from timing import time_calls
+from timing import machine, time_calls, write_csv
 from torch import nn
 
 import keel
 from keel import masks
 from keel.optim import ClippedRows, LayerSpec, QKClip, key_rows, max_logits, query_rows
 
+RESULTS = Path(__file__).parent / "results"
 DIM = 128
 TAU = 100.0
+
+
+@dataclass
+class Row:
+    """One line of the CSV: `step` beside `graph`, or `max_logits` beside `forward`."""
+
+    what: str
+    ms: float
+    beside_ms: float
+    beside: str
+    layers: int
+    heads: int
+    hidden: int
+    dtype: str = "bfloat16"
+    gpu: str = ""
+    torch: str = torch.__version__
+    triton: str = ""
+    keel: str = keel.__version__
 
 
 class Layer(nn.Module):
@@ -94,20 +118,28 @@ def time_maxima(tokens: int) -> tuple[float, float]:
     return time_calls(lambda: max_logits(q, k, mask)), time_calls(forward)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--layers", type=int, default=60)
     parser.add_argument("--heads", type=int, default=64)
     parser.add_argument("--hidden", type=int, default=7168)
-    arguments = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments}")
-    layers, clip = make(arguments.layers, arguments.heads, arguments.hidden)
+    parser.add_argument("--quick", action="store_true", help="8 layers")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA GPU")
+    sizes = (8 if args.quick else args.layers, args.heads, args.hidden)
+    rows = []
+    layers, clip = make(*sizes)
     for name, share in (("idle", 0.0), ("busy", 1 / 8)):
-        step, replay = time_steps(layers, clip, share)
-        print(f"{name}: step {step:.3f} ms, graph {replay:.3f} ms")
+        rows.append(Row(f"step, {name}", *time_steps(layers, clip, share), "graph", *sizes))
     for tokens in (4096, 16384):
-        alone, forward = time_maxima(tokens)
-        print(f"{tokens} tokens: max_logits {alone:.3f} ms, forward {forward:.3f} ms")
+        pair = time_maxima(tokens)
+        rows.append(Row(f"max_logits of {tokens} tokens", *pair, "forward", *sizes))
+    for row in rows:
+        row.gpu, row.triton = machine()
+        print(f"{row.what}: {row.ms:.3f} ms, {row.beside} {row.beside_ms:.3f} ms")
+    write_csv(rows, args.out / "qk_clip.csv")
 
 
 if __name__ == "__main__":

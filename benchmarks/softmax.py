@@ -2,6 +2,7 @@
 
     python benchmarks/softmax.py                    # lengths 128 to 131,072, and the classic table
     python benchmarks/softmax.py --lengths 2048     # one length
+    python benchmarks/softmax.py --quick            # two lengths, fewer scores, also without a GPU
     python benchmarks/softmax.py --table            # the classic table again, from the CSV
 
 Rate = bytes that must move / time, as a part of the measured device copy rate: columns inside the
@@ -19,18 +20,20 @@ import importlib.util
 import random
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from timing import time_calls, write_csv
+from timing import machine, time_calls, write_csv
 
 import keel
 from keel.softmax import explain, scaled_masked_softmax
 
 RESULTS = Path(__file__).parent / "results"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
+QUICK_LENGTHS = (512, 2048)
 KINDS = ("plain", "causal", "masked")
 CLASSIC = (8, 32, 2048, 2048)
 ELEMENTS = 1 << 28
@@ -72,11 +75,11 @@ class Problem:
         if self.kind != "masked":
             return None
         b, _, sq, sk = self.shape
-        return torch.rand(b, 1, sq, sk, device="cuda") > 0.5
+        return torch.rand(b, 1, sq, sk, device=DEVICE) > 0.5
 
 
 def problem_of(sk: int, kind: str) -> Problem:
-    """About 2**28 scores; square where causality wants it and memory allows."""
+    """About ELEMENTS scores; square where causality wants it and memory allows."""
     sq = min(sk, 32_768) if kind == "causal" else min(2048, ELEMENTS // sk)
     if sk > 32_768:
         sq = 1024
@@ -92,7 +95,7 @@ def unfused(problem: Problem, mask: torch.Tensor | None) -> Softmax:
     sq, sk = problem.shape[2:]
     hidden = mask
     if problem.causal:
-        hidden = torch.ones(sq, sk, dtype=torch.bool, device="cuda").triu(sk - sq + 1)
+        hidden = torch.ones(sq, sk, dtype=torch.bool, device=DEVICE).triu(sk - sq + 1)
 
     def call(x: torch.Tensor) -> torch.Tensor:
         s = x.float() * SCALE
@@ -142,7 +145,7 @@ PROVIDERS: dict[str, Callable[[Problem, torch.Tensor | None], Softmax | None]] =
 
 def copy_rate() -> float:
     """TB/s of a large device copy, read and write counted."""
-    a = torch.randn(1 << 29, device="cuda", dtype=torch.bfloat16)
+    a = torch.randn(1 << (29 if DEVICE == "cuda" else 24), device=DEVICE, dtype=torch.bfloat16)
     b = torch.empty_like(a)
     times = [time_calls(lambda: b.copy_(a), 30) for _ in range(5)]
     return 2 * a.numel() * a.element_size() / statistics.median(times) / 1e9
@@ -150,16 +153,16 @@ def copy_rate() -> float:
 
 def largest_error(problem: Problem, mask: torch.Tensor | None, softmax: Softmax) -> float:
     """Of probabilities and gradients, on a few rows of the last head, relative to the largest."""
-    x = torch.randn(problem.shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(problem.shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
     y = softmax(x)
     (dx,) = torch.autograd.grad(y, x, dy)
     sq, sk = problem.shape[2:]
-    rows = torch.arange(0, sq, max(1, sq // 37), device="cuda")
+    rows = torch.arange(0, sq, max(1, sq // 37), device=DEVICE)
     exact = x[-1, -1, rows].detach().double().requires_grad_()
     s = exact * SCALE
     if problem.causal:
-        s = s.masked_fill(torch.arange(sk, device="cuda") > rows[:, None] + sk - sq, -torch.inf)
+        s = s.masked_fill(torch.arange(sk, device=DEVICE) > rows[:, None] + sk - sq, -torch.inf)
     if mask is not None:
         s = s.masked_fill(mask[-1, 0, rows], -torch.inf)
     want = torch.softmax(s, -1)
@@ -175,7 +178,7 @@ def measure(problem: Problem, names: list[str], rounds: int, copy: float) -> lis
         error = largest_error(problem, mask, call)
         if not error < 0.05:
             raise SystemExit(f"{name} is wrong on {problem}: relative error {error}")
-    x = torch.randn(problem.shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(problem.shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
     times: dict[tuple[str, str], list[float]] = {}
     for _ in range(rounds):
@@ -294,39 +297,44 @@ def plot(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    global ELEMENTS
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--lengths", type=int, nargs="+", help=f"default: {LENGTHS}")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", help="providers to run besides keel")
     parser.add_argument("--no-classic", action="store_true", help=f"skip {list(CLASSIC)}")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="print the table of the last CSV")
-    args = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="two lengths, fewer scores")
+    args = parser.parse_args(arguments)
     if args.table:
         print(classic_table(read_rows(args.out / "softmax.csv")))
         return
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA GPU; `make demo` runs everywhere")
-    import triton
-
+    if DEVICE == "cpu" and not args.quick:
+        raise SystemExit("this benchmark needs a CUDA GPU; --quick runs everywhere")
     torch.manual_seed(0)
     names = [n for n in PROVIDERS if n == "keel" or args.only is None or n in args.only]
+    if args.quick:
+        ELEMENTS = 1 << (26 if DEVICE == "cuda" else 20)
+        args.no_classic = True
+    default = QUICK_LENGTHS if args.quick else LENGTHS
     copy = copy_rate()
     print(f"copy rate {copy:.2f} TB/s", flush=True)
-    problems = [problem_of(sk, kind) for sk in args.lengths for kind in args.kinds]
+    problems = [problem_of(sk, kind) for sk in args.lengths or default for kind in args.kinds]
     if not args.no_classic:
         problems += [Problem(kind, CLASSIC) for kind in args.kinds]
     rows: list[Row] = []
     for problem in problems:
         fresh = measure(problem, names, args.rounds, copy)
         for row in fresh:
-            row.gpu, row.triton = torch.cuda.get_device_name(), triton.__version__
+            row.gpu, row.triton = machine()
         print_rows(fresh)
         rows += fresh
     write_csv(rows, args.out / "softmax.csv")
-    print(classic_table(rows))
+    if not args.no_classic:
+        print(classic_table(rows))
     plot(rows, args.out / "softmax.png")
 
 

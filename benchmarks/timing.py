@@ -1,9 +1,12 @@
-"""What the benchmarks share: timing on the GPU, a limit on their own time, and results as CSV."""
+"""What the benchmarks share: timing, on the GPU where there is one, a limit on their own time, and
+results as CSV.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import platform
 import statistics
 import time
 from collections import deque
@@ -29,6 +32,8 @@ def time_calls(call: Call, budget_ms: float = 20) -> float:
 
 def time_batch(call: Call, count: int, *, lead: int) -> float:
     """Milliseconds per call over `count` calls, behind `lead` unmeasured ones."""
+    if not torch.cuda.is_available():
+        return _time_on_host(call, count, lead)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(lead):
         call()
@@ -38,6 +43,15 @@ def time_batch(call: Call, count: int, *, lead: int) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / count
+
+
+def _time_on_host(call: Call, count: int, lead: int) -> float:
+    for _ in range(lead):
+        call()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - start) / count * 1e3
 
 
 @dataclass
@@ -51,15 +65,20 @@ class Trial:
     calls_inside: int = 1
     budget_ms: float = 20.0
     """Length of a sample, behind a third of it unmeasured."""
+    about_ms: float = 0.0
+    """Of one call, where that is known; else the first sample finds out."""
     samples: list[float] = field(default_factory=list)
     count: int = 0
 
     def sample(self) -> float:
         if not self.count:
-            self.call()
-            once = time_batch(self.call, 1, lead=1)
-            self.count = max(1, int(self.budget_ms / max(once, 1e-3)))
-        ms = time_batch(self.call, self.count, lead=max(1, self.count // 3)) / self.calls_inside
+            if not self.about_ms:
+                self.call()
+                self.about_ms = time_batch(self.call, 1, lead=1)
+            self.count = max(1, int(self.budget_ms / max(self.about_ms, 1e-3)))
+        # A call of 50 ms is its own lead-in.
+        lead = 0 if self.about_ms > 50 else max(1, self.count // 3)
+        ms = time_batch(self.call, self.count, lead=lead) / self.calls_inside
         self.samples.append(ms)
         return ms
 
@@ -87,7 +106,7 @@ def capture(prepare: Callable[[], Call], *, least_ms: float = 2.0) -> tuple[Call
     with torch.cuda.stream(side):
         call = prepare()
         call()
-        once = max(time_batch(call, 1, lead=1), 1e-3)
+        once = max(time_batch(call, 1, lead=0), 1e-3)
     count = min(40, max(1, round(least_ms / once)))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
@@ -101,24 +120,46 @@ def poison_free_memory(num_bytes: int) -> None:
 
     Those of bf16 are NaNs in fp16, fp32 and fp64 too, and this reaches what C++ allocates.
     """
+    if not torch.cuda.is_available():
+        return
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.full((num_bytes // 2,), float("nan"), device="cuda", dtype=torch.bfloat16)
 
 
 def gemm_rate() -> float:
-    """TFLOP/s of an 8192^3 bf16 product of random matrices, once the chip is warm."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    """TFLOP/s of a large product of random matrices, once the chip is warm.
+
+    8192^3 in bf16 on a GPU, 1024^3 in fp32 elsewhere.
+    """
+    on_gpu = torch.cuda.is_available()
+    size = 8192 if on_gpu else 1024
+    kind = {"device": "cuda", "dtype": torch.bfloat16} if on_gpu else {}
+    a, b = (torch.randn(size, size, **kind) for _ in range(2))
     time_calls(lambda: a @ b, 400)  # power and clocks settle: a cool chip is up to 15 % faster
-    return 2 * 8192**3 / statistics.median(time_calls(lambda: a @ b, 40) for _ in range(5)) / 1e9
+    return 2 * size**3 / statistics.median(time_calls(lambda: a @ b, 40) for _ in range(5)) / 1e9
 
 
 def copy_rate() -> float:
-    """TB/s of a large device copy, read and write counted."""
-    a = torch.randn(1 << 28, device="cuda", dtype=torch.bfloat16)
+    """TB/s of a large copy, read and write counted."""
+    on_gpu = torch.cuda.is_available()
+    kind = {"device": "cuda"} if on_gpu else {}
+    a = torch.randn(1 << (28 if on_gpu else 24), dtype=torch.bfloat16, **kind)
     b = torch.empty_like(a)
     times = [time_calls(lambda: b.copy_(a), 20) for _ in range(3)]
     return 2 * a.numel() * a.element_size() / statistics.median(times) / 1e9
+
+
+def machine() -> tuple[str, str]:
+    """(name of the GPU, or that there is none; version of Triton) for the CSV."""
+    try:
+        import triton
+
+        version = triton.__version__
+    except ImportError:
+        version = ""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return name or f"CPU ({platform.machine()})", version
 
 
 class TimeBudget:
@@ -140,9 +181,11 @@ class TimeBudget:
         yield
         self._pieces.append(self._clock() - start)
 
-    def has_room(self) -> bool:
-        """Whether another piece fits that is as long as the longest of the last eight."""
-        return self.seconds is None or self.spent + max(self._pieces, default=0) <= self.seconds
+    def has_room(self, expected: float | None = None) -> bool:
+        """Whether a piece of `expected` seconds fits, or one as the longest of the last eight."""
+        if expected is None:
+            expected = max(self._pieces, default=0.0)
+        return self.seconds is None or self.spent + expected <= self.seconds
 
     def is_over(self) -> bool:
         return self.seconds is not None and self.spent > self.seconds

@@ -6,7 +6,7 @@ import importlib.util
 import itertools
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import progress as bars
@@ -42,19 +42,39 @@ def demo(
         Path | None, typer.Option(file_okay=False, help="Folder.", show_default=str(OUT))
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Train from the start.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check attention here, then train a small GPT with Muon and with MuonClip."""
     if context.invoked_subcommand is not None:
-        if out is not None or fresh:
+        if out is not None or fresh or as_json:
             name = context.invoked_subcommand
             raise typer.BadParameter(
                 f"options of {name} come behind its name: keel demo {name} ..."
             )
         return
     folder = OUT if out is None else out
+    if as_json:
+        _demo_as_json(folder, fresh)
+        return
     attention(out=folder)
     print()
     train(out=folder, fresh=fresh)
+
+
+def _demo_as_json(out: Path, fresh: bool) -> None:
+    """Both parts in one object; training is left out where attention is wrong."""
+    _make_folder(out)
+    console = make_console()
+    checked = _run_with_progress(DemoConfig(), console, quiet=True)
+    found: dict[str, Any] = {"ok": checked.ok, "attention": checked.as_dict(), "training": None}
+    if checked.ok:
+        comparison = _train_with_bars(
+            TrainConfig(), out, console, save_every=10, fresh=fresh, quiet=True
+        )
+        found |= {"ok": comparison.ok, "training": comparison.as_dict()}
+    print_json(found)
+    if not found["ok"]:
+        raise typer.Exit(1)
 
 
 def attention(

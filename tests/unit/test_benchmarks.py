@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))  # scripts: they import each other by plain names
 
 import attention  # noqa: E402
+import attention_bench  # noqa: E402
 import attention_masks  # noqa: E402
 import attention_peers  # noqa: E402
 import attention_report as report  # noqa: E402
@@ -74,12 +75,15 @@ def test_plain_words_for_peers_mean_the_mask() -> None:
         assert torch.equal(dense, problem.mask.to_dense()), name
 
 
-@pytest.mark.parametrize("tokens", [1024, 8192, 65536])
-def test_tiny_has_a_thousand_documents(tokens: int) -> None:
-    bounds = attention_masks.tiny_bounds(tokens)
+def test_tiny_documents_have_32_to_128_tokens() -> None:
+    """And 64k tokens are 1,000 of them."""
+    for tokens in (64, 65, 129, 1000, 1024, 8192, 65536):
+        bounds = attention_masks.tiny_bounds(tokens)
+        assert (bounds[0], bounds[-1]) == (0, tokens)
+        lengths = np.diff(bounds)
+        assert 32 <= lengths.min() <= lengths.max() <= 128, tokens
     assert len(bounds) == 1001
-    assert (bounds[0], bounds[-1]) == (0, tokens)
-    assert min(np.diff(bounds)) >= 1
+    assert attention_masks.tiny_bounds(20) == [0, 20]
 
 
 def test_video_chunks_see_themselves_and_four_before() -> None:
@@ -165,14 +169,17 @@ def test_fa3_loop_puts_blocks_together(name: str) -> None:
 
 
 def test_who_can_do_what() -> None:
+    """The dense masks of "sdpa" go up to 8k tokens; FlexAttention does all."""
     able = {
-        name: {p for p in attention_peers.PROVIDERS if attention_peers.can_do(p, MASKS[name](1024))}
-        - {"keel", "keel-plain", "flex"}
+        name: {
+            p for p in attention_peers.PEERS if not attention_peers.why_not(p, MASKS[name](1024))
+        }
+        - {"flex", "sdpa"}
         for name in MASKS
     }
     assert able == {
-        "full": {"fa3", "cudnn"},
-        "causal": {"fa3", "cudnn"},
+        "full": {"fa3", "cudnn", "flash"},
+        "causal": {"fa3", "cudnn", "flash"},
         "vfull": {"fa3"},
         "vcausal": {"fa3"},
         "swa": {"fa3"},
@@ -180,6 +187,38 @@ def test_who_can_do_what() -> None:
         "tiny": {"fa3"},
         "video": {"fa3-loop"},
     }
+    assert "dense mask" in (attention_peers.why_not("sdpa", MASKS["full"](16384)) or "")
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "swa", "vcausal", "video"])
+def test_the_peer_of_cpus_computes_the_mask(name: str) -> None:
+    problem = MASKS[name](300)
+    qkv, dout = _tensors(300, 4, 2, 16)
+    qkv = [x.detach().float().requires_grad_() for x in qkv]
+    out = attention_peers.maker("sdpa")(problem)(*qkv)
+    exact = Exact(problem, qkv, dout, key_head=1)
+    assert exact.error("forward", [out]) < 1e-5
+    assert exact.error("backward", torch.autograd.grad(out, qkv, dout.float())) < 1e-5
+
+
+def test_an_installed_fa3_gets_documents_and_windows() -> None:
+    """With a stand-in that only notes what it was asked."""
+    asked = []
+
+    def note(*tensors, **rules):
+        asked.append((len(tensors), tensors[0].dim(), rules))
+        return tensors[0], None  # some versions give the lse as well
+
+    peer = types.SimpleNamespace(flash_attn_func=note, flash_attn_varlen_func=note)
+    q = torch.randn(100, 2, 8)
+    cu = torch.tensor([0, 40, 100])
+    for options in ((None, None, True, 16), (cu, 60, False, -1)):
+        out = attention_peers._installed_fa3(peer, options, q, q, q)
+        assert torch.equal(out, q)
+    assert asked == [
+        (3, 4, {"causal": True, "window_size": (16, 0)}),
+        (7, 3, {"causal": False, "window_size": (-1, -1)}),
+    ]
 
 
 class _Clock:
@@ -205,6 +244,7 @@ def test_budget_stops_before_a_piece_that_does_not_fit() -> None:
     clock.now += 16
     assert budget.is_over()
     assert TimeBudget(None, clock).has_room()
+    assert [TimeBudget(60, clock).has_room(x) for x in (60, 61)] == [True, False]
 
 
 def test_rounds_end_with_the_budget_but_never_without_a_sample() -> None:
@@ -221,10 +261,15 @@ def test_rounds_end_with_the_budget_but_never_without_a_sample() -> None:
         trial.sample = sample  # type: ignore[method-assign]
         trials[provider, "forward", "graph"] = trial
     budget = TimeBudget(10, clock)
-    attention.take_turns(trials, 5, budget)
+    attention_bench.take_turns(trials, 5, budget)
     assert [len(t.samples) for t in trials.values()] == [2, 2]  # 8 s, then 16 s
-    attention.take_turns(trials, 5, budget)
+    attention_bench.take_turns(trials, 5, budget)
     assert [len(t.samples) for t in trials.values()] == [3, 3]
+    endless = TimeBudget(None, clock)
+    attention_bench.take_turns(trials, 5, endless, until=clock.now, clock=clock)
+    assert [len(t.samples) for t in trials.values()] == [6, 6]  # a cell over its time: 3 rounds
+    attention_bench.take_turns(trials, 5, endless, until=clock.now + 30, clock=clock)
+    assert [len(t.samples) for t in trials.values()] == [10, 10]  # 32 s behind 4 rounds
 
 
 @pytest.mark.parametrize("module", [report, max_logits])
@@ -308,14 +353,91 @@ def test_table() -> None:
     ]
 
 
+def _empty(provider: str, status: str, **fields) -> report.Row:
+    nan = float("nan")
+    values = {"mask": "causal", "tokens": 8192, "direction": "forward", "timing": "graph"} | fields
+    return report.Row(provider=provider, ms=nan, tflops=nan, error=nan, status=status, **values)
+
+
+def test_what_failed_is_in_the_tables() -> None:
+    """In the place of its figure, in the ratios where Keel has none, and once with its reason."""
+    rows = [
+        _row("keel", 1.0),
+        _row("flash", 2.0),
+        _empty("cudnn", "out of memory"),
+        _empty("flex", "compile error: LoweringException: no"),
+        _empty("keel", "not run: --seconds 5", tokens=65536),
+        _row("keel", 1.0, mask="video"),
+        _empty("fa3", "unsupported: it has no such mask", mask="video"),
+        _empty("flex", "compile error: LoweringException: no", mask="video"),
+    ]
+    assert report.table(rows).splitlines()[2:] == [
+        "| 8192 | causal | 600 | compile error | out of memory | – | 300 | 2.00 |",
+        "| 8192 | video | 600 | compile error | – | unsupported | – | – |",
+        "| 65536 | causal | not run | – | – | – | – | – |",
+    ]
+    assert report.ratio_grid(rows).splitlines() == [
+        "64:8 heads, d 128, graph, forward: Keel / best peer",
+        "mask         8k      64k",
+        "causal    2.000  not run",
+        "video   no peer        –",
+    ]
+    assert report.reasons(rows) == [
+        "flex: compile error: LoweringException: no (causal, video; 2 figures)",
+        "keel: not run: --seconds 5 (causal; 1 figures)",
+        "fa3: unsupported: it has no such mask (video; 1 figures)",
+    ]
+    line = report.describe({row.provider: row for row in rows[:3]})
+    assert line.endswith("| keel   600 | flash   300, keel 2.000x | cudnn out of memory | 1000 us")
+
+
+def test_failures_of_other_runs_are_not_shown() -> None:
+    rows = [
+        _row("keel", 1.0, run="b"),
+        _row("fa3", 1.0, run="b"),
+        _empty("cudnn", "out of memory", run="a"),
+        _empty("flex", "wrong: 0.3", run="b"),
+    ]
+    assert report.failures(rows) == {("causal", 8192, "forward"): {"flex": rows[3]}}
+
+
+@pytest.mark.parametrize(
+    ("problem", "status"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to\nallocate"), "out of memory"),
+        (ArithmeticError("relative error 0.3"), "wrong: relative error 0.3"),
+        (attention_peers.Missing("no GPU"), "missing: no GPU"),
+        (RuntimeError("no kernel\nfor this"), "failed: RuntimeError: no kernel"),
+        (torch._dynamo.exc.Unsupported("a thing"), "compile error: Unsupported: a thing"),
+    ],
+)
+def test_status_of_a_failure(problem: Exception, status: str) -> None:
+    assert attention_bench.status_of(problem) == status
+
+
+def test_the_default_run_has_every_mask_length_head_dim_and_kind_of_heads() -> None:
+    found = attention.cases(attention.parser().parse_args([]))
+    seen = {(c.problem.name, c.problem.tokens) for c in found if (c.hq, c.hk, c.d) == (64, 8, 128)}
+    assert seen == {(name, tokens) for name in MASKS for tokens in attention.LENGTHS}
+    assert {c.d for c in found} == {64, 128, 256}
+    assert {c.hq == c.hk for c in found} == {True, False}
+    costs = [c.flops("forward") for c in found]
+    assert costs == sorted(costs)
+
+
+def test_the_command_in_the_csv_names_no_folder() -> None:
+    shown = attention.shown_command(["--fa3", "/a/b", "--masks", "full", "--out", "/c"])
+    assert shown == "python benchmarks/attention.py --fa3 DIR --masks full --out DIR"
+
+
 def test_commands_that_need_no_gpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     narrow = ["--masks", "swa", "video", "--lengths", "2048", "--heads", "32:32"]
     assert attention.main([*narrow, "--dims", "64", "--list"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in listed] == ["swa 2048, 32", "video 2048, 32"]
-    assert listed[1].endswith("; keel, fa3-loop")
+    assert [line.split(":")[0] for line in listed] == ["video 2048, 32", "swa 2048, 32"]
+    assert listed[0].endswith("; keel, fa3-loop, flex")
 
     rows = [_row("keel", 1.0), _row("fa3", 2.0), _row("keel", 1.0, tokens=1024)]
     append_csv(rows, tmp_path / "attention.csv")
@@ -344,11 +466,30 @@ def test_bad_arguments_are_refused(bad: list[str]) -> None:
         attention.main([*bad, "--list"])
 
 
-def test_unknown_provider_is_named() -> None:
-    with pytest.raises(SystemExit, match="fa2"):
-        attention.main(["--providers", "keel", "fa2", "--list"])
-    with pytest.raises(FileNotFoundError, match="--peers"):
-        attention_peers.maker("fa3", None)
+def test_unknown_names_are_told() -> None:
+    with pytest.raises(SystemExit, match="'fa2': one of fa3, "):
+        attention.main(["--peers", "fa2", "--list"])
+    with pytest.raises(SystemExit, match="'teak' of Keel: one of keel, "):
+        attention.main(["--ours", "teak", "--list"])
+    with pytest.raises(SystemExit, match="leave --forward"):
+        attention.main(["--passes", "forward", "--backward", "--list"])
+    with pytest.raises(ValueError, match="unknown peer"):
+        attention_peers.maker("fa2")
+
+
+def test_a_peer_that_is_not_here_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(attention_peers.Missing, match="KEEL_BENCH_FA3"):
+        attention_peers.maker("fa3", tmp_path)
+    (tmp_path / "fa3_peer.py").write_text("")
+    with pytest.raises(attention_peers.Missing, match="Hopper"):
+        attention_peers.maker("fa3-loop", tmp_path)
+    with pytest.raises(attention_peers.Missing, match="CUDA GPU"):
+        attention_peers.maker("cudnn")
+    monkeypatch.setenv("KEEL_BENCH_FA3", str(tmp_path))
+    assert attention_peers.default_folder() == tmp_path
+    monkeypatch.setenv("KEEL_BENCH_FA3", str(tmp_path / "nowhere"))
+    assert attention_peers.default_folder() is None
 
 
 def test_pairs_alternate_and_drift_cancels() -> None:

@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 import keel
-from keel import cli, demo
+from keel import cli, cli_demo, demo, masks
 
 SMALL = ("--tokens", "40", "--heads", "4", "--head-dim", "16")
 
@@ -103,6 +103,113 @@ def test_demo_as_json(tmp_path: Path) -> None:
     assert report["forward_ms"] > 0 and report["backward_ms"] > 0
 
 
+class _Trained:
+    """In the place of minutes of training."""
+
+    ok = True
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, "runs": {"muon": {"final_loss": 2.5}}}
+
+
+def test_both_demos_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def train(config: Any, out: Path, console: Any, **options: Any) -> _Trained:
+        asked.append((out, options["fresh"], options["quiet"]))
+        return _Trained()
+
+    monkeypatch.setattr(cli_demo, "_train_with_bars", train)
+    result = keel_command("demo", "--json", "--fresh", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["ok"] and found["training"]["runs"]["muon"]["final_loss"] == 2.5
+    assert sum(found["attention"]["documents"]) == 768
+    assert asked == [(tmp_path, True, True)]
+    monkeypatch.setattr(_Trained, "ok", False)
+    result = keel_command("demo", "--json", "--out", str(tmp_path))
+    assert result.exit_code == 1 and json.loads(result.stdout)["ok"] is False
+
+
+@pytest.mark.usefixtures("wrong_gradient")
+def test_both_demos_as_json_stop_at_a_wrong_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_demo, "_train_with_bars", None)
+    result = keel_command("demo", "--json", "--out", str(tmp_path))
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert not found["ok"] and found["training"] is None
+    assert [x["tensor"] for x in found["attention"]["checks"] if not x["ok"]] == ["dk"]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_warmup_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def compile_kernels(*sizes: int, **options: Any) -> None:
+        asked.append((sizes, options))
+
+    monkeypatch.setattr(cli, "compile_kernels", compile_kernels)
+    shape = ("--heads", "8", "--kv-heads", "2", "--head-dim", "64")
+    result = keel_command("warmup", *shape, "--dtype", "fp16", "--forward-only", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert {name: found[name] for name in ("backend", "device", "dtype", "backward")} == {
+        "backend": "blocked",
+        "device": "cpu",
+        "dtype": "fp16",
+        "backward": False,
+    }
+    assert (found["heads"], found["kv_heads"], found["head_dim"]) == (8, 2, 64)
+    assert 0 <= found["seconds"] < 10
+    cpu = torch.device("cpu")
+    assert asked == [((8, 2, 64), {"dtype": torch.float16, "device": cpu, "backward": False})]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_warmup_runs_and_says_that_nothing_was_compiled() -> None:
+    result = keel_command("warmup", "--heads", "2", "--head-dim", "16", "--dtype", "fp32")
+    assert result.exit_code == 0, result.output
+    assert "blocked on cpu, fp32: ready in" in result.stdout
+    assert "nothing was compiled: CPU tensors" in result.stdout
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--dtype", "int8"), "--dtype wants one of bf16, fp16, fp32, fp64, got 'int8'"),
+        (("--device", "gpu"), "--device wants cuda, cuda:1 or cpu, got 'gpu'"),
+        (("--device", "cuda"), "--device cuda: torch finds no such GPU here"),
+        (("--kv-heads", "3"), "multiple of key heads"),
+    ],
+)
+def test_warmup_refuses(arguments: tuple[str, ...], words: str) -> None:
+    result = keel_command("warmup", "--heads", "8", "--head-dim", "64", *arguments)
+    assert result.exit_code == 2
+    assert words in _plain(result.output)
+
+
+def test_tiles_as_json(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "mask.png"
+    documents = ("--documents", "100,300,50", "--causal", "--block", "128x64")
+    result = keel_command("plan", *documents, "--draw", str(picture), "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    area = sum(n * (n + 1) // 2 for n in (100, 300, 50))
+    assert found["mask"] == {"tq": 450, "tk": 450, "num_slices": 3, "area": area}
+    tiles = found["tiles"]
+    assert (tiles["block"], tiles["all"]) == ([128, 64], 4 * 8)
+    # Rows 0..127 see keys of 0 and 1, 128..255 of 1 to 3, ...: blocks with any pair inside.
+    dense = masks.documents([0, 100, 400, 450], causal=True).to_dense()
+    blocks = [dense[i : i + 128, j : j + 64] for i in range(0, 450, 128) for j in range(0, 450, 64)]
+    assert tiles["full"] == sum(bool(x.all()) for x in blocks)
+    assert tiles["partial"] == sum(bool(x.any()) and not bool(x.all()) for x in blocks)
+    assert found["picture"] == str(picture) and picture.exists()
+
+
 def test_demo_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = keel_command("demo", "attention", *SMALL, "--out", str(tmp_path))
@@ -173,6 +280,7 @@ def test_demo_refuses_a_file_as_folder(tmp_path: Path) -> None:
         (("train", "--ranks", "65"), "at most 64"),
         (("train", "--steps", "0"), "--steps"),
         (("--fresh", "train"), "options of train come behind its name"),
+        (("--json", "train"), "options of train come behind its name"),
     ],
 )
 def test_training_demo_refuses(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
@@ -418,7 +526,6 @@ def test_plan_refuses_what_is_no_mask_file(
         (("--documents", "10", "--ranks", "2", "--head-dim", "0"), "--head-dim"),
         (("--documents", "10", "--ranks", "2", "--block", "64x64"), "leave it out with --ranks"),
         (("--documents", "10", "--balance", "zigzag"), "--balance is for a plan over ranks"),
-        (("--documents", "10", "--json"), "--json is for a plan over ranks: give --ranks too"),
     ],
 )
 def test_plan_over_ranks_refuses(arguments: tuple[str, ...], words: str) -> None:

@@ -132,3 +132,16 @@ def test_bad_traces(content: str, words: str, tmp_path: Path) -> None:
     good = serial().write(path)
     assert "does not compile" in overlap("report", good, "--stages", "(").output
     assert "does not compile" in overlap("report", good, "--ignore", "(").output
+
+
+def test_advice_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("MAGI_ATTENTION_FFA_FORWARD_SM_MARGIN", "8")
+    result = overlap("advise", "--json")
+    assert result.exit_code == 0, result.output
+    found = {x["name"]: x for x in json.loads(result.output)["levers"]}
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"]["value"] == "1"
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"]["harmful"] is True
+    margin = found["MAGI_ATTENTION_FFA_FORWARD_SM_MARGIN"]
+    assert (margin["value"], margin["harmful"]) == ("8", False)
+    assert "leaves 8 SMs free" in margin["meaning"]

@@ -331,6 +331,11 @@ def test_the_command_shows_and_keeps_everything(monkeypatch, tmp_path):
     assert result.exit_code == 0, result.output
     assert "Recommended: sm_margin=4" in result.output and "98.0 %" in result.output
     assert (tmp_path / "overlap_lab.png").read_bytes().startswith(b"\x89PNG")
+    result = CliRunner().invoke(build_app(), [*out, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert len(found["rows"]) > 10 and found["out"] == str(tmp_path)
+    assert any("sm_margin=4" in text for text in found["verdicts"])
     failing.append(True)
     result = CliRunner().invoke(build_app(), out, env={"COLUMNS": "140"})
     assert result.exit_code == 1 and "CudaError: gone" in result.output

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,8 +55,13 @@ def build_app() -> typer.Typer:
     return app
 
 
-def advise() -> None:
+def advise(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
     """Show the settings that decide whether communication overlaps, and what they mean."""
+    if as_json:
+        _print_json({"levers": [asdict(lever) for lever in control.levers()]})
+        return
     control.advise()
 
 

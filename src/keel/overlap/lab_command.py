@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -46,6 +48,7 @@ def lab(
     quick: Annotated[
         bool, typer.Option("--quick", help="Few margins, no clusters, CUDA's own connections.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Try all levers of overlap on this GPU, with kernels that say where and when they ran."""
     if not torch.cuda.is_available():
@@ -69,19 +72,33 @@ def lab(
         todo = settings(CONNECTIONS[:1], (0, 4, 8, 16), (1,))
     began = time.perf_counter()
     rows = _run(bench, todo, out / "overlap_lab.csv")
-    show(rows)
+    if not as_json:
+        show(rows)
     try:
         plot_lab(rows, out / "overlap_lab.png")
     except ModuleNotFoundError:
         print("no picture: it needs matplotlib: pip install 'keel-attn[viz]'", file=sys.stderr)
     except ValueError as error:
         print(f"no picture: {error}", file=sys.stderr)
-    console = Console(highlight=False)
-    console.print(
-        f"{len(rows)} settings in {time.perf_counter() - began:.0f} s; all of them: {out}"
-    )
+    seconds = time.perf_counter() - began
+    if as_json:
+        found = {
+            "rows": [{name: _finite(x) for name, x in row.items()} for row in rows],
+            "verdicts": verdicts(rows),
+            "seconds": round(seconds, 1),
+            "out": str(out),
+        }
+        print(json.dumps(found, indent=2, allow_nan=False))
+    else:
+        console = Console(highlight=False)
+        console.print(f"{len(rows)} settings in {seconds:.0f} s; all of them: {out}")
     if any(row.get("error") for row in rows):
         raise typer.Exit(1)
+
+
+def _finite(value: object) -> object:
+    """JSON has no NaN and no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _run(bench: Bench, todo: Sequence[Setting], path: Path) -> list[Row]:
