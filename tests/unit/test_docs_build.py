@@ -11,7 +11,6 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-
 from tests.doc_blocks import ROOT
 
 if "CI" not in os.environ:  # there, Sphinx is installed or something is wrong

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from tests.doc_blocks import ROOT, blocks_of, run_python
 
 PAGE = ROOT / "README.md"
