@@ -83,7 +83,7 @@ def check_command(arguments: list[str]) -> None:
     while hasattr(command, "commands") and rest and rest[0] in command.commands:
         command = command.commands[rest.pop(0)]
     assert not hasattr(command, "commands") or not rest[:1] or rest[0].startswith("--"), arguments
-    options = {name for parameter in command.params for name in parameter.opts}
+    options = {"--help"}.union(*(parameter.opts for parameter in command.params))
     for word in rest:
         assert not word.startswith("--") or word in options, (arguments, word)
 
