@@ -20,10 +20,17 @@ if "CI" not in os.environ:  # there, Sphinx is installed or something is wrong
 DOCUMENTED = ("masks", "distributed", "optim", "softmax", "overlap", "nn")
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built pages."""
-    out = tmp_path_factory.mktemp("docs")
+def test_the_site(tmp_path: Path) -> None:
+    """One test, so that it is built once however many processes share the tests."""
+    site = build(tmp_path)
+    assert len(list(site.rglob("*.html"))) > 15
+    assert dead_links(site) == []
+    check_contents(site)
+    check_public_names(site)
+
+
+def build(out: Path) -> Path:
+    """The pages as HTML, without a warning."""
     command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-n", "-q"]
     command += ["-d", str(out / "doctrees"), str(ROOT / "docs"), str(out / "html")]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
@@ -64,18 +71,13 @@ def dead_links(site: Path) -> list[str]:
     return dead
 
 
-def test_no_dead_links(site: Path) -> None:
-    assert len(list(site.rglob("*.html"))) > 15
-    assert dead_links(site) == []
-
-
 def test_dead_links_are_found(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text('<a href="b.html#x">, <a href="c.html">, <img src="d.png">')
     (tmp_path / "b.html").write_text('<p id="y"><a href="a.html"><a href="#y"><a href="http://x">')
     assert dead_links(tmp_path) == [f"a.html: {x}" for x in ("b.html#x", "c.html", "d.png")]
 
 
-def test_every_page_is_in_the_contents(site: Path) -> None:
+def check_contents(site: Path) -> None:
     """Each page of docs/ can be reached from the first one's list."""
     index = Page(site / "index.html")
     for path in (ROOT / "docs").rglob("*.md"):
@@ -83,7 +85,8 @@ def test_every_page_is_in_the_contents(site: Path) -> None:
         assert name == "index.html" or name in index.links, name
 
 
-def test_public_names_are_documented(site: Path) -> None:
+def check_public_names(site: Path) -> None:
+    """Each has its place in the reference."""
     anchors = set().union(*(Page(path).anchors for path in (site / "api").glob("*.html")))
     for package in DOCUMENTED:
         module = importlib.import_module(f"keel.{package}")
