@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -33,14 +32,15 @@ default_role = "code"  # single backticks in docstrings, as in Markdown
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
 autodoc_typehints_format = "short"
-autodoc_mock_imports = [x for x in ("transformers",) if importlib.util.find_spec(x) is None]
+maximum_signature_line_length = 90
+autodoc_mock_imports = ["transformers"]  # it takes seconds, and may not be there
 
-# Links to other projects would need the network; these of our types are no public names.
+# Types in signatures become links where they are described here. Those of other projects would
+# need the network, and private ones, or names that only type checkers see, lead nowhere.
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|numpy|np|dist|collections|enum|os|types)\..*"),
-    ("py:.*", r"(Any|Callable|Literal|NDArray|Path|BlockMask|DeviceMesh|Gqa|tuple\[int)"),
-    ("py:class", r"keel\.distributed\.(hierarchy|plan|comm)\..*"),
-    ("py:class", r"keel\.(nn\.max_logits|overlap\.(report|trace|in_process))\..*"),
+    ("py:.*", r"(torch|numpy|np|dist|collections|enum|os|types|typing)\..*"),
+    ("py:class", r"keel\.\w+\.\w+\..*"),
+    ("py:.*", r"\w+(\[\w+)?"),
 ]
 
 OPTIONAL_PAGES = ("results",)
