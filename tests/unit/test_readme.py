@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.doc_blocks import ROOT, blocks_of, run_python
+from tests.doc_blocks import ROOT, blocks_of, check_commands, run_python
 
 PAGE = ROOT / "README.md"
 README = PAGE.read_text(encoding="utf-8")
@@ -33,4 +33,20 @@ def test_links_lead_somewhere() -> None:
     links = re.findall(r"\]\(([^)]+)\)", README)
     assert links
     for link in links:
-        assert (ROOT / link).exists(), link
+        path, _, anchor = link.partition("#")
+        target = ROOT / path if path else PAGE
+        assert target.exists(), link
+        assert not anchor or anchor in headings(target), link
+
+
+def headings(path: Path) -> set[str]:
+    """Headings of a page as links name them."""
+    titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_commands_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that end within seconds; of the others names and options are checked."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert check_commands(PAGE) >= 3
