@@ -47,6 +47,7 @@ def headings(path: Path) -> set[str]:
 
 def test_commands_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that end within seconds; of the others names and options are checked."""
+    pytest.importorskip("typer")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert check_commands(PAGE) >= 3
