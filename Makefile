@@ -21,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint docs bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -44,6 +44,10 @@ lint: $(STAMP) ## check style, types and layers
 	@$(BIN)/mypy
 	@echo "[keel] import layers"
 	@$(BIN)/lint-imports
+
+docs: $(STAMP) ## build the documentation; a warning is an error
+	@$(BIN)/python -m sphinx -b html -W --keep-going -n -q -d build/doctrees docs build/docs
+	@echo "[keel] build/docs/index.html"
 
 bench: $(STAMP) ## small benchmarks beside the libraries that are here (minutes); keel bench runs all
 	@$(BIN)/keel bench --quick

@@ -1,7 +1,12 @@
-"""Draws the pictures of the README: python docs/make_images.py (needs matplotlib)."""
+"""Draws the pictures of masks: python docs/make_images.py (needs matplotlib).
+
+Those of masks.md show the mask of the Python block above them, token by token; the README's is a
+panel of four.
+"""
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,12 +14,14 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.image import imsave
 from numpy.typing import NDArray
 
 from keel import masks
 from keel.masks import AttnMask
 from keel.masks.draw import cell_area
 
+HERE = Path(__file__).parent
 TOKENS, CELLS = 960, 960
 PAPER, INK, MUTED, OUTLINE = "#f4f1ea", "#22303a", "#7b848c", "#b9b3a6"
 SLICES = ("#12466b", "#2f86a6", "#7cc0b5", "#e0a458")
@@ -35,10 +42,44 @@ PANELS = (
 
 
 def main() -> None:
+    (HERE / "images" / "masks").mkdir(parents=True, exist_ok=True)
+    for name, mask in masks_of_page().items():
+        imsave(HERE / name, small_picture(mask))
+    draw_panels(HERE / "images" / "masks.png")
+
+
+def masks_of_page() -> dict[str, AttnMask]:
+    """What each picture of masks.md shows: `mask`, as the blocks up to it have left it."""
+    page = (HERE / "masks.md").read_text(encoding="utf-8")
+    parts = re.finditer(
+        r"^```python\n(?P<code>.*?)^```|!\[.*?\]\((?P<name>images/masks/\w+\.png)\)",
+        page,
+        re.MULTILINE | re.DOTALL,
+    )
+    names: dict[str, AttnMask] = {}
+    found = {}
+    for part in parts:
+        if part["name"] is None:
+            exec(part["code"], names)
+        else:
+            found[part["name"]] = names["mask"]
+    return found
+
+
+def small_picture(mask: AttnMask) -> NDArray[np.float32]:
+    """(tq, tk, 3) in steps of 1/255: a token is a pixel, with a frame around all."""
+    picture = _picture(mask, mask.tq)
+    for edge in (picture[0], picture[-1], picture[:, 0], picture[:, -1]):
+        edge[:] = to_rgb(OUTLINE)
+    return (np.round(picture * 255) / 255).astype(np.float32)
+
+
+def draw_panels(path: Path) -> None:
+    """Four usual masks side by side."""
     figure = Figure(figsize=(12, 3.65), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     for axes, (title, mask, bounds) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
-        axes.imshow(_picture(mask), extent=(0, TOKENS, TOKENS, 0), interpolation="nearest")
+        axes.imshow(_picture(mask, CELLS), extent=(0, TOKENS, TOKENS, 0), interpolation="nearest")
         for start, end in pairwise(bounds):  # each document sees at most its own square
             axes.plot(
                 [start, end, end, start, start],
@@ -58,16 +99,14 @@ def main() -> None:
         axes.set_ylim(TOKENS + 5, -5)
         for side in axes.spines.values():
             side.set_visible(False)
-    folder = Path(__file__).parent / "images"
-    folder.mkdir(exist_ok=True)
-    figure.savefig(folder / "masks.png")
+    figure.savefig(path)
 
 
-def _picture(mask: AttnMask) -> NDArray[np.float64]:
-    """(CELLS, CELLS, 3): each slice in its colour, earlier ones on top where they overlap."""
-    edges = np.arange(CELLS + 1) * TOKENS // CELLS
+def _picture(mask: AttnMask, cells: int) -> NDArray[np.float64]:
+    """(cells, cells, 3): each slice in its colour, earlier ones on top where they overlap."""
+    edges = np.arange(cells + 1) * mask.tq // cells
     whole = np.outer(np.diff(edges), np.diff(edges))
-    picture = np.broadcast_to(to_rgb(PAPER), (CELLS, CELLS, 3))
+    picture = np.broadcast_to(to_rgb(PAPER), (cells, cells, 3))
     for n, part in reversed(list(enumerate(mask))):
         share = cell_area(AttnMask([part], mask.tq, mask.tk), edges, edges) / whole
         colour = np.array(to_rgb(SLICES[n % len(SLICES)]))
