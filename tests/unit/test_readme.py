@@ -16,7 +16,7 @@ def _blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 
-EXTRAS = ("transformers",)
+EXTRAS = ("transformers", "megatron", "torchtitan", "lightning")
 """What blocks may import that is not installed everywhere; nothing after them needs their names."""
 
 
