@@ -245,8 +245,10 @@ class KeelDotProductAttention(MegatronModule):
 
     def _raise_maximum(self, top: torch.Tensor) -> None:
         running = self.current_max_attn_logits
-        floor = torch.zeros_like(top) if running is None else running.to(top)
-        self.current_max_attn_logits = torch.maximum(floor, top)
+        if running is None or running.dtype != top.dtype or running.device != top.device:
+            running = torch.zeros_like(top) if running is None else running.to(top)
+            self.current_max_attn_logits = running
+        torch.maximum(running, top, out=running)  # in place: a captured graph goes on writing to it
 
     def _group_of(self, packed: Any) -> Any:
         """The ranks that share a call's tokens; None: this one alone has them."""

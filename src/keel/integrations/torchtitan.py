@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask
 
 from keel import masks
 from keel.attention import flex_flash_attn_func, traced_documents
@@ -25,8 +26,6 @@ from keel.masks.inputs import remembered
 from keel.nn.max_logits import KeepsMaxLogits
 
 try:
-    import spmd_types as spmd
-    from torch.nn.attention.flex_attention import BlockMask
     from torchtitan.config import derive, override
     from torchtitan.distributed.utils import is_in_batch_invariant_mode
     from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
@@ -36,6 +35,8 @@ except ModuleNotFoundError as missing:
         f"keel.integrations.torchtitan needs {missing.name}: pip install 'keel-attn[torchtitan]'",
         name=missing.name,
     ) from missing
+
+import spmd_types as spmd  # torchtitan needs it
 
 Tensor = torch.Tensor
 OutTransform = Callable[[Tensor, Tensor], Tensor]
