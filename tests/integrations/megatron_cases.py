@@ -18,6 +18,8 @@ from tests.integrations.megatron_models import (
     tokens,
 )
 
+from keel.compat.megatron import clip_qk
+
 LENGTH = 24
 CASES = [(mla, packed) for mla in (False, True) for packed in (False, True)]
 BOUNDS, PADDED = [0, 7, 15, 21], [0, 8, 16, 24]
@@ -71,6 +73,33 @@ def _trained(config: Any, packed: bool, mine: Any) -> list[torch.Tensor]:
             op = dist.ReduceOp.MAX if n == len(found) - 1 else dist.ReduceOp.SUM
             dist.all_reduce(x, op)
     return found
+
+
+HEADS = {"groups": {"num_query_groups": 2}, "fewer groups": {"num_query_groups": 1}, "mla": {}}
+TAU = 8.0
+
+
+def heads_over(ranks: int) -> dict[str, list[torch.Tensor]]:
+    """[losses, max logits, those behind a clip] of the same tokens, with heads over ranks."""
+    found = {}
+    for name, changes in HEADS.items():
+        sizes = {"tensor_model_parallel_size": ranks, "qk_clip_threshold": TAU}
+        model = model_of(config_of(name == "mla", qk_clip=True, **sizes, **changes))
+        ids = tokens(2, 11)
+        loss = losses(model, ids)
+        core = model.decoder.layers[0].self_attention.core_attention
+        before = core.current_max_attn_logits.clone()
+        found[name] = [loss.detach(), before]
+        if name != "fewer groups":  # ranks then share rows of a head, and the clip refuses
+            clip_qk(model, gqa="q_only")
+            losses(model, ids)
+            found[name].append(core.current_max_attn_logits.clone())
+    return found
+
+
+def heads_of_rank(rank: int) -> dict[str, list[torch.Tensor]]:
+    with megatron_on_cpu(tensor_model_parallel_size=2):
+        return heads_over(2)
 
 
 def _refusals() -> list[str]:

@@ -41,7 +41,7 @@ MLA = {
 
 
 @contextlib.contextmanager
-def megatron_on_cpu(context_parallel_size: int = 1) -> Iterator[None]:
+def megatron_on_cpu(**sizes: int) -> Iterator[None]:
     """Its groups, and none of its assumptions that there is a GPU."""
     alone = not dist.is_initialized()
     if alone:
@@ -66,7 +66,7 @@ def megatron_on_cpu(context_parallel_size: int = 1) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
-        parallel_state.initialize_model_parallel(context_parallel_size=context_parallel_size)
+        parallel_state.initialize_model_parallel(**sizes)
         try:
             yield
         finally:

@@ -315,6 +315,19 @@ def test_context_parallel_models_are_those_of_one_rank() -> None:
         assert "multiple of 4" in errors[0] and "document 1 has 6 tokens" in errors[1]
 
 
+def test_heads_over_tensor_parallel_ranks() -> None:
+    """Two ranks have two heads each; the clip is Keel's, since Megatron's takes all heads' rows."""
+    expected = megatron_cases.heads_over(1)
+    found = run_ranks(megatron_cases.heads_of_rank, 2)
+    for name, (loss, *maxima) in expected.items():
+        assert (maxima[0] > megatron_cases.TAU).any()
+        for after in maxima[1:]:
+            torch.testing.assert_close(after, maxima[0].clamp(max=megatron_cases.TAU))
+        for rank, got in enumerate(found):
+            wanted = [loss, *(x[2 * rank : 2 * rank + 2] for x in maxima)]
+            torch.testing.assert_close(got[name], wanted, rtol=1e-5, atol=1e-5)
+
+
 REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"attention_dropout": 0.1}, r"attention dropout of 0.1"),
     "fp8": ({"fp8_dot_product_attention": True}, r"fp8_dot_product_attention is not supported"),
