@@ -12,20 +12,16 @@ import torch
 pytest.importorskip("torchtitan")
 
 from tests.integrations import torchtitan_cases
+from tests.integrations.torchtitan_models import BOUNDS, DIM, VOCAB, batch, llama, maxima, run
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
-from torchtitan.config.override import OverrideConfig, apply_overrides
-from torchtitan.models import deepseek_v3, gpt_oss, llama3
-from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm, decoder
+from torchtitan.models import deepseek_v3, gpt_oss
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, decoder
 from torchtitan.models.common import attention as titan
 
 from keel.integrations.torchtitan import KeelFlexAttention, KeelVarlenAttention
 from keel.optim import MuonClip, QKClip
 from keel.testing import run_ranks
-
-DIM, VOCAB = 32, 64
-BOUNDS = [0, 5, 6, 13, 24]
-"""Documents of a sample."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,59 +36,6 @@ def inits(std: float) -> dict[str, Any]:
         torch.nn.init.normal_(x, std=std)
 
     return dict.fromkeys(("weight", "bias", "sinks"), normal)
-
-
-def llama(backend: str, *, keel: bool = True, fused: bool = True, seed: int = 0) -> Any:
-    """4 heads on 2; backend sdpa: torchtitan's, causal, which knows of no documents."""
-    rope = ComplexRoPE.Config(dim=8, max_seq_len=64, theta=1e4)
-    layers = llama3._build_llama3_layers(
-        n_layers=2,
-        dim=DIM,
-        n_heads=4,
-        n_kv_heads=2,
-        hidden_dim=48,
-        rope=rope,
-        fuse_qkv=fused,
-        attn_backend="flex" if backend == "sdpa" else backend,
-    )
-    config = llama3.Llama3Model.Config(
-        dim=DIM,
-        vocab_size=VOCAB,
-        tok_embeddings=Embedding.Config(num_embeddings=VOCAB, embedding_dim=DIM),
-        norm=RMSNorm.Config(normalized_shape=DIM),
-        lm_head=Linear.Config(in_features=DIM, out_features=VOCAB),
-        layers=layers,
-    )
-    if backend == "sdpa":
-        for layer in config.layers:
-            layer.attention.inner_attention = titan.ScaledDotProductAttention.Config()
-    elif keel:
-        override(config, backend)
-    model = config.build()
-    random = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for x in model.parameters():
-            x.normal_(std=0.3, generator=random)
-    return model
-
-
-def override(config: Any, backend: str) -> None:
-    """As --override.imports does it."""
-    path = f"keel.integrations.torchtitan.keel_{backend}"
-    assert len(apply_overrides(OverrideConfig(imports=[path]), config)) == 2
-
-
-def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, L) tokens and positions: the second sample is one document."""
-    random = torch.Generator().manual_seed(seed)
-    ids = torch.randint(VOCAB, (2, BOUNDS[-1]), generator=random)
-    packed = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(BOUNDS)])
-    return ids, torch.stack([packed, torch.arange(BOUNDS[-1])])
-
-
-def run(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = model(ids, positions, model.get_attention_masks(positions))
-    return found
 
 
 def documents(ids: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -179,11 +122,6 @@ def recorded(model: Any) -> list[list[Any]]:
             lambda module, args, mine=calls[-1]: mine.append(args[:2])
         )
     return calls
-
-
-def maxima(model: Any) -> list[torch.Tensor]:
-    layers = model.layers.values()
-    return [x.attention.inner_attention.current_max_attn_logits.clone() for x in layers]
 
 
 @pytest.mark.parametrize("backend", ["varlen", "flex"])
@@ -322,10 +260,15 @@ def test_refuses_what_it_would_drop() -> None:
         KeelFlexAttention.Config(kernel_options={"BACKEND": "FLASH"}).build()
 
 
-def test_context_parallelism_as_torchtitan_has_it() -> None:
-    """Its wrapper gathers keys, its load balancer deals queries out: all as on one rank."""
+def test_parallelisms_of_torchtitan() -> None:
+    """Context parallelism: its wrapper gathers keys, its load balancer deals queries out.
+
+    Then FSDP2, and tensor parallelism, with a clip. All as on one rank.
+    """
     seen = []
-    for found, where, expected in run_ranks(torchtitan_cases.two_ranks, 2):
+    for (found, where, expected), sharded in run_ranks(torchtitan_cases.two_ranks, 2):
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
         seen += where.tolist()
+        for got, alone in (pair for pairs in sharded for pair in pairs):
+            torch.testing.assert_close(got, alone, rtol=1e-4, atol=1e-4)
     assert sorted(seen) == list(range(torchtitan_cases.LENGTH)) and seen != sorted(seen)

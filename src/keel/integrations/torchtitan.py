@@ -163,8 +163,7 @@ def _refuse(others: dict[str, Any]) -> None:
         )
     if spmd.is_type_checking():
         raise NotImplementedError(
-            "attention by Keel has no types for spmd_types: turn its type checking off, or take "
-            "another spmd_backend"
+            "attention by Keel says nothing about its types: set debug.spmd_typechecking=False"
         )
 
 
