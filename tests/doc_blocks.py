@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
-EXTRAS = ("transformers",)
+EXTRAS = ("transformers", "megatron", "torchtitan", "lightning")
 """What blocks may import that is not installed everywhere."""
 
 RUN = (["env"], ["plan"], ["overlap", "advise"])

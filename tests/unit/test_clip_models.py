@@ -66,6 +66,22 @@ class Phi3Attention(nn.Module):
         self.qkv_proj = nn.Linear(HIDDEN, (HEADS + 2 * KV) * DIM, bias=False)
 
 
+class GQAttention(nn.Module):
+    """torchtitan's: projections are in a module of their own."""
+
+    def __init__(self, fused: bool = True) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = HEADS, KV, DIM
+        self.q_norm = self.k_norm = None
+        self.qkv_linear = nn.Module()
+        if fused:
+            self.qkv_linear.wqkv = nn.Linear(HIDDEN, (HEADS + 2 * KV) * DIM, bias=False)
+        else:
+            self.qkv_linear.wq = nn.Linear(HIDDEN, HEADS * DIM, bias=False)
+            self.qkv_linear.wk = nn.Linear(HIDDEN, KV * DIM, bias=False)
+            self.qkv_linear.wv = nn.Linear(HIDDEN, KV * DIM, bias=False)
+
+
 class GPTNeoXAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -127,6 +143,11 @@ def model_of(*attention: nn.Module) -> nn.Module:
             {"q_proj": mla_query_rows(4, 16, 8), "kv_b_proj": mla_key_rows(4, 16, 12)},
         ),
         (Phi3Attention(), {"qkv_proj": stacked_rows(HEADS, KV, DIM)}),
+        (GQAttention(), {"qkv_linear.wqkv": grouped_rows(HEADS, KV, DIM)}),
+        (
+            GQAttention(fused=False),
+            {"qkv_linear.wq": query_rows(HEADS, DIM), "qkv_linear.wk": key_rows(KV, DIM)},
+        ),
         (GPTNeoXAttention(), {"query_key_value": interleaved_rows(HEADS, DIM)}),
         (SelfAttention(), {"linear_qkv": grouped_rows(HEADS, KV, DIM)}),
         (SelfAttention(gate=True), {"linear_qkv": grouped_rows(HEADS, KV, DIM, gate=True)}),
@@ -145,8 +166,15 @@ def test_known_attention(attention: nn.Module, layouts: dict[str, Any]) -> None:
     assert (one.name, two.name) == ("layers.0.self_attn", "layers.1.self_attn")
     assert {part.name.removeprefix(f"{one.name}."): part.layout for part in one.rows} == layouts
     for part in one.rows:
-        assert part.of is getattr(attention, part.name.rsplit(".", 1)[1])
+        assert part.of is attention.get_submodule(part.name.removeprefix(f"{one.name}."))
     assert one.source is getattr(attention, "core_attention", None)
+
+
+def test_a_model_that_is_one_attention() -> None:
+    """What is inside of it is not looked at, though its core attention reports logits, too."""
+    attention = SelfAttention()
+    (only,) = find_layers(attention)
+    assert only.name == "the model" and only.source is attention.core_attention
 
 
 def test_our_own_gpt_reports_itself() -> None:

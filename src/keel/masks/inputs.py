@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from keel.masks.mask import AttnMask
 
-_seen: dict[tuple[Any, ...], tuple[tuple[weakref.ref[torch.Tensor], ...], list[int], AttnMask]] = {}
+T = TypeVar("T")
+
+_seen: dict[tuple[Any, ...], tuple[tuple[weakref.ref[torch.Tensor], ...], list[int], Any]] = {}
 
 _owners: weakref.WeakValueDictionary[int, AttnMask] = weakref.WeakValueDictionary()
 """Masks by the identity of their own tensor; weak, since a mask keeps that tensor alive."""
@@ -43,26 +45,27 @@ def tensors_of_mask(mask: AttnMask) -> list[torch.Tensor]:
     return [mask.tensor]
 
 
-def remembered(
-    tensors: Sequence[torch.Tensor], tag: tuple[Any, ...], build: Callable[[], AttnMask]
-) -> AttnMask:
-    """build(), unless the same tensor objects, unchanged, were seen before with the same tag."""
+def remembered(tensors: Sequence[torch.Tensor], tag: tuple[Any, ...], build: Callable[[], T]) -> T:
+    """build(), unless the same tensor objects, unchanged, were seen before with the same tag.
+
+    What is built must depend on nothing else.
+    """
     if any(t.is_inference() for t in tensors):  # these have no version counter to trust
         return build()
     key = (*map(id, tensors), *tag)
     versions = [t._version for t in tensors]
     found = _seen.get(key)
     if found is not None:
-        references, known, mask = found
+        references, known, built = found
         if known == versions and all(r() is t for r, t in zip(references, tensors, strict=True)):
-            return mask
-    mask = build()
+            return built
+    built = build()
 
     def forget(_: Any) -> None:
         _seen.pop(key, None)
 
-    _seen[key] = (tuple(weakref.ref(t, forget) for t in tensors), versions, mask)
-    return mask
+    _seen[key] = (tuple(weakref.ref(t, forget) for t in tensors), versions, built)
+    return built
 
 
 def _mask_of_slices(slices: torch.Tensor, tq: int, tk: int) -> AttnMask:

@@ -26,7 +26,11 @@ from keel.optim.clip_specs import (
     stacked_rows,
 )
 
-SEPARATE = (("q_proj", "k_proj"), ("wq", "wk"), ("linear_q", "linear_k"))
+SEPARATE = (
+    *(("q_proj", "k_proj"), ("wq", "wk"), ("linear_q", "linear_k")),
+    ("qkv_linear.wq", "qkv_linear.wk"),  # torchtitan
+)
+FUSED = ("linear_qkv", "qkv_proj", "query_key_value", "qkv_linear.wqkv")
 MLA = (
     *(("q_b_proj", "kv_b_proj"), ("q_proj", "kv_b_proj")),  # DeepSeek, Kimi
     *(("wq_b", "wkv_b"), ("wq", "wkv_b")),  # torchtitan
@@ -50,7 +54,7 @@ def find_layers(
     found: list[LayerSpec] = []
     inside: list[str] = []
     for name, module in model.named_modules():
-        if any(name == out or name.startswith(f"{out}.") for out in (*skip, *inside)):
+        if "" in inside or any(f"{name}.".startswith(f"{out}.") for out in (*skip, *inside)):
             continue
         spec = recognise(name or "the model", module, scale_gains)
         if spec is not None:
@@ -73,14 +77,18 @@ def find_layers(
 
 def recognise(name: str, module: torch.nn.Module, scale_gains: bool = False) -> LayerSpec | None:
     """The spec of one attention module; None if it is none that is known."""
-    children = {n for n, x in module.named_children() if hasattr(x, "weight")}
+    named = list(module.named_children())
+    inner = getattr(module, "qkv_linear", None)
+    if isinstance(inner, torch.nn.Module):
+        named += [(f"qkv_linear.{n}", x) for n, x in inner.named_children()]
+    children = {n for n, x in named if hasattr(x, "weight")}
     for pair in MLA:
         if children.issuperset(pair):
             return _mla(name, module, *pair)
     for q, k in SEPARATE:
         if children.issuperset((q, k)):
             return _separate(name, module, q, k, scale_gains)
-    for fused in ("linear_qkv", "qkv_proj", "query_key_value"):
+    for fused in FUSED:
         if fused in children:
             return _fused(name, module, fused, scale_gains)
     return None
@@ -113,7 +121,8 @@ def _looks_like_attention(module: torch.nn.Module) -> bool:
 
 def _separate(name: str, module: torch.nn.Module, q: str, k: str, scale_gains: bool) -> LayerSpec:
     heads, kv_heads = _heads(name, module)
-    rows = getattr(module, q).weight.shape[0]
+    projection: Any = module.get_submodule(q)
+    rows = projection.weight.shape[0]
     dim = _number(module, ("head_dim", "kv_channels")) or rows // heads
     layouts = {q: query_rows(heads, dim), k: key_rows(kv_heads, dim)}
     return _spec(name, module, heads, kv_heads, dim, layouts, scale_gains)
@@ -131,6 +140,9 @@ def _fused(name: str, module: torch.nn.Module, fused: str, scale_gains: bool) ->
         gate = bool(getattr(config, "attention_output_gate", False))
         dim = _needed(name, "head_dim", dim)
         layout = grouped_rows(heads, kv_heads, dim, gate=gate)
+    elif fused == "qkv_linear.wqkv":
+        dim = _needed(name, "head_dim", dim)
+        layout = grouped_rows(heads, kv_heads, dim)
     elif fused == "qkv_proj":
         dim = _needed(name, "head_dim", dim)
         layout = stacked_rows(heads, kv_heads, dim)
@@ -237,7 +249,7 @@ def _clipped(
 ) -> LayerSpec:
     rows = []
     for child, layout in layouts.items():
-        projection = getattr(module, child)
+        projection = module.get_submodule(child)
         if hasattr(projection, "base_layer") or hasattr(projection, "lora_A"):
             raise ValueError(
                 f"{name}.{child} is adapted ({type(projection).__name__}): scaling a part of its "
