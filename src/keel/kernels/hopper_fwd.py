@@ -152,13 +152,7 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         publish(ring, slot, 7, key)
         mbarrier.arrive(ring.fields_full.index(slot), count=1)
         buffer = turn % form.Q_BUFFERS
-        if form.TOPS:
-            if turn > 1:
-                raise_tops(inputs, ring, form, turn - 2, older_head)
-            older_head = old_head
-            old_head = head
-        else:
-            mbarrier.wait(ring.q_empty.index(buffer), ((turn // form.Q_BUFFERS) & 1) ^ 1)
+        mbarrier.wait(ring.q_empty.index(buffer), ((turn // form.Q_BUFFERS) & 1) ^ 1)
         mbarrier.expect(ring.q_full.index(buffer), form.ROWS * form.D * 2)
         for part in gl.static_range(form.CONSUMERS):
             tma_load(inputs.q, [row0 + part * PART, head, 0], ring.q_full.index(buffer),
@@ -181,6 +175,11 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
                 count += 1
             key = next_key
             end = next_end
+        if form.TOPS:  # now, when all of this tile is under way; none of it is put away yet
+            if turn > 1:
+                raise_tops(inputs, ring, form, turn - 2, older_head)
+            older_head = old_head
+            old_head = head
         drawn = told(drawn)
         if drawn == numbers.num_work - 1:  # the last draw of all: ready for the next launch
             gl.store(inputs.COUNTER, 0)

@@ -120,7 +120,7 @@ def choose_form(
         consumers=consumers,
         turns=small and stages == 2 if turns is None else turns,
         halves=(bn, consumers) == (128, 2) if halves is None else halves,
-        skips=(bn, consumers) == (128, 2) if skips is None else skips,
+        skips=(bn, block_d + block_dv) == (128, 256) if skips is None else skips,
         **options,
     )
 
