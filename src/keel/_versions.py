@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import inspect
 import sys
@@ -61,6 +62,31 @@ def launch_stream(index: int | None) -> int | None:
         return None
     stream: int = torch._C._cuda_getCurrentRawStream(index)
     return stream
+
+
+def capture_id(index: int | None) -> tuple[int, int] | None:
+    """(stream, number of its capture) of a CUDA device; None outside of captures, and where the
+    driver cannot be asked. torch does not tell one capture from the next.
+    """
+    ask = _driver_function("cuStreamGetCaptureInfo")
+    if index is None or ask is None:
+        return None
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    status, number = ctypes.c_int(0), ctypes.c_uint64(0)
+    failed = ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number))
+    return (stream, number.value) if not failed and status.value == CAPTURE_ACTIVE else None
+
+
+CAPTURE_ACTIVE = 1
+"""CU_STREAM_CAPTURE_STATUS_ACTIVE."""
+
+
+@functools.cache
+def _driver_function(name: str) -> Any:
+    try:
+        return getattr(ctypes.CDLL("libcuda.so.1"), name)
+    except (OSError, AttributeError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,31 @@ def test_streams_beside_each_other(backend):
 
 
 @pytest.mark.parametrize("backend", backends())
+def test_calls_of_a_capture_share_a_fill(backend):
+    inputs = [[x.detach() for x in make()] for _ in range(3)]
+
+    def maxima():
+        metas = [
+            flex_flash_attn_func(*x, MASK, backend=backend, return_max_logits=True)[1]
+            for x in inputs
+        ]
+        return [meta.max_logits for meta in metas]
+
+    want, captured = maxima(), []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured.append((graph, maxima()))
+    storages = [{x.untyped_storage().data_ptr() for x in rows} for _, rows in captured]
+    assert [len(x) for x in storages] == [1, 1] and storages[0] != storages[1]
+    for graph, rows in captured * 2:
+        for x in rows:
+            x.fill_(1e9)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(rows, want, strict=True))
+
+
+@pytest.mark.parametrize("backend", backends())
 def test_a_replay_starts_its_maxima_anew(backend):
     q, k, v = (x.detach() for x in make())
     for _ in range(3):

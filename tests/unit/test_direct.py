@@ -431,6 +431,28 @@ def test_maxima_share_nothing_but_memory() -> None:
     assert all((x == -torch.inf).all() for x in rows[1:]) and not rows[0]._is_view()
 
 
+def test_one_fill_of_maxima_for_many_calls_of_a_capture(monkeypatch) -> None:
+    monkeypatch.setattr(fresh_maxima, "_in_capture", {})
+    monkeypatch.setattr(fresh_maxima, "NUM_ROWS", 4)
+    current: list[tuple[int, int] | None] = [(7, 1)]
+    monkeypatch.setattr(fresh_maxima, "capture_id", lambda index: current[0])
+
+    def fills(calls: int, heads: int = 5) -> list[int]:
+        rows = [fresh_maxima.fresh_maxima(heads, torch.device("cpu"), None) for _ in range(calls)]
+        assert all(row.shape == (heads,) and (row == -torch.inf).all() for row in rows)
+        assert len({row.data_ptr() for row in rows}) == calls
+        kept.extend(rows)
+        return [row.untyped_storage().data_ptr() for row in rows]
+
+    kept: list[torch.Tensor] = []
+    first = fills(6)
+    assert len(set(first[:4])) == 1 and first[4] == first[5] != first[0]
+    assert set(fills(1, heads=6)).isdisjoint(first)
+    for other in ((7, 2), (8, 2), None):  # the next capture, another stream of it, unknown
+        current[0] = other
+        assert set(fills(1)).isdisjoint(first)
+
+
 def test_a_counter_for_each_stream_and_launch_of_a_graph(monkeypatch) -> None:
     for name in ("_counters", "_spare_counters"):
         monkeypatch.setattr(hopper_launch, name, {})

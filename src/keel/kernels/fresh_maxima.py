@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from keel._versions import capture_id
+
 NUM_ROWS = 32
 ALIGNMENT = 32
 """Numbers: a row begins at 128 bytes, where atomics of two rows do not meet."""
@@ -15,14 +17,18 @@ ALIGNMENT = 32
 _ready: dict[tuple[int, int, int], list[torch.Tensor]] = {}
 """By heads, device and stream: a fill is seen by what follows it on its stream."""
 
+_in_capture: dict[tuple[int, int, int], tuple[int, list[torch.Tensor]]] = {}
+"""By the same, with the number of the last capture there: its replays fill only its own rows."""
+
 
 def fresh_maxima(num_heads: int, device: torch.device, stream: int | None) -> torch.Tensor:
     """(num_heads,) fp32 at -inf, that nobody else has.
 
-    stream: from `launch_stream`; None during the capture of a graph, whose replays must fill anew.
+    stream: from `launch_stream`; None during the capture of a graph, whose replays must fill anew:
+    once for the next NUM_ROWS calls on the stream.
     """
     if stream is None:
-        return torch.full((num_heads,), -torch.inf, dtype=torch.float32, device=device)
+        return _of_capture(num_heads, device)
     key = (num_heads, -1 if device.index is None else device.index, stream)
     try:
         return _ready[key].pop()
@@ -31,6 +37,19 @@ def fresh_maxima(num_heads: int, device: torch.device, stream: int | None) -> to
         first = rows.pop()
         _ready[key] = rows
         return first
+
+
+def _of_capture(num_heads: int, device: torch.device) -> torch.Tensor:
+    capture = capture_id(device.index)
+    if capture is None:  # not known, or no capture at all
+        return torch.full((num_heads,), -torch.inf, dtype=torch.float32, device=device)
+    stream, number = capture
+    key = (num_heads, device.index, stream)
+    last, rows = _in_capture.get(key, (None, []))
+    if last != number or not rows:
+        rows = _filled(num_heads, device)
+        _in_capture[key] = (number, rows)
+    return rows.pop()
 
 
 def _filled(num_heads: int, device: torch.device) -> list[torch.Tensor]:
