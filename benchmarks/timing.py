@@ -112,7 +112,12 @@ def capture(prepare: Callable[[], Call], *, least_ms: float = 2.0) -> tuple[Call
     with torch.cuda.graph(graph, stream=side):
         for _ in range(count):
             result = call()
-    return graph.replay, count, result
+
+    def replay(_kept: Call = call) -> None:
+        """The call stays: a graph knows addresses, not what a backward saved there."""
+        graph.replay()
+
+    return replay, count, result
 
 
 def poison_free_memory(num_bytes: int) -> None:
