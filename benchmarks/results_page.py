@@ -33,9 +33,9 @@ def make_page(results: Path, page: Path) -> str:
     """The text of the page; links are relative to where it will lie."""
     parts = [
         "# Results",
-        "Made by `python benchmarks/results_page.py` from the CSV files of "
-        f"{_link('this folder', results, page)}; not edited by hand. Ratios are made inside "
-        "of one run, of results that were checked before they were timed. What a library could not "
+        "Made by `python benchmarks/results_page.py` from the CSV files that are linked below; not "
+        "edited by hand. Ratios are made inside of one run, of results that were checked before "
+        "they were timed. What a library could not "
         "do stands in the place of its figure.",
     ]
     for name, section in SECTIONS.items():
@@ -215,6 +215,10 @@ def overlap_section(path: Path, lines: Sequence[Line], page: Path) -> str:
 SECTIONS: dict[str, Callable[[Path, Sequence[Line], Path], str]] = {
     "attention.csv": attention_section,
     "max_logits.csv": max_logits_section,
+    "backward_ways.csv": plain_section(
+        "The backward in other ways",
+        ("mask", "tokens", "hq", "hk", "d", "way", "ms", "of_plain", "tflops", "error"),
+    ),
     "host_cost.csv": plain_section(
         "Cost of a call on the host, microseconds",
         ("backend", "direction", "grad", "max_logits", "us", "us_least"),

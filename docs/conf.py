@@ -34,7 +34,7 @@ autodoc_inherit_docstrings = False
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 90
 # they take seconds, and may not be there
-autodoc_mock_imports = ["transformers", "megatron", "torchtitan", "lightning", "pytorch_lightning"]
+autodoc_mock_imports = ["transformers", "megatron", "lightning", "pytorch_lightning"]
 
 # Types in signatures become links where they are described here. Those of other projects would
 # need the network, and private ones, or names that only type checkers see, lead nowhere.

@@ -69,7 +69,9 @@ def plan(
     ] = None,
     balance: Annotated[
         str | None,
-        typer.Option(help="Who holds what: contiguous, zigzag, solver.", show_default="solver"),
+        typer.Option(
+            help="Who holds what: contiguous, zigzag, solver, traffic.", show_default="solver"
+        ),
     ] = None,
     degree: Annotated[
         str | None,

@@ -53,6 +53,10 @@ def test_no_rank_receives_more_than_in_other_schemes(name: str, num_ranks: int) 
     assert layout.rows.max() - layout.rows.min() <= 128
     # What is compared is this layout, not one that moves less because it does not balance.
     assert most == rows_received(mask, layout).max() * model.row_bytes
+    # Who asks for the least traffic gets less than any other scheme moves, everywhere.
+    least = found["traffic"].max_bytes
+    assert least is not None and least <= min(most, found["ulysses"].max_bytes)
+    assert least <= min(found[x].max_bytes for x in ("contiguous", "zigzag", "ring", "all-gather"))
 
 
 def least_rows(bounds: list[int], num_ranks: int) -> float:

@@ -25,10 +25,11 @@ from keel.distributed.hierarchy import Links
 from keel.distributed.layout import Layout
 from keel.distributed.placement import near_readers
 from keel.distributed.plan import MAX_DEGREE, Plan, make_plan
+from keel.distributed.work import rows_received
 from keel.masks import AttnMask
 from keel.masks.mask import RangesLike, TypesLike
 
-Balance = Literal["contiguous", "zigzag", "solver"]
+Balance = Literal["contiguous", "zigzag", "solver", "traffic"]
 Degree = int | Literal["auto"]
 Group = dist.ProcessGroup | DeviceMesh | None
 
@@ -179,7 +180,9 @@ def flex_key(
         group: a process group or a mesh; None: the default group, or with num_ranks and rank no
             group at all, for planning. With a mesh of two dims (nodes, ranks of a node) a row
             crosses between two nodes once, however many ranks want it there.
-        balance: "contiguous", "zigzag", "solver", or a Layout of the queries.
+        balance: "contiguous", "zigzag", "solver", "traffic", or a Layout of the queries. "solver"
+            takes what is fastest by `cost`; "traffic" what makes the rank that receives the most
+            receive the least, of the same layouts, however uneven the work.
         k_balance: the same for the keys, where they are other tokens than the queries
             (cross-attention); "solver": near the queries that read them; None: they are the same
             tokens.
@@ -204,14 +207,16 @@ def flex_key(
                 "k_balance how keys are laid out"
             )
         q_layout = _layout(balance, mask.tq, size, "balance")
-        q_layout = _solved(mask, size, model) if q_layout is None else q_layout
+        if q_layout is None:
+            q_layout = _solved(mask, size, None if balance == "traffic" else model)
         k_layout = q_layout
     else:
         given = (
             _layout(balance, mask.tq, size, "balance"),
             _layout(k_balance, mask.tk, size, "k_balance"),
         )
-        q_layout, k_layout = _solved_cross(mask, size, model, *given)
+        aim = None if "traffic" in (balance, k_balance) else model
+        q_layout, k_layout = _solved_cross(mask, size, aim, *given)
     if backward_degree is None:
         backward_degree = degree if degree != "auto" or not keep_remote_keys else None
     both = (mask, q_layout, k_layout, model)
@@ -338,10 +343,10 @@ def _layout(balance: Balance | Layout, total: int, size: int, name: str) -> Layo
         return layouts.contiguous(total, size)
     if balance == "zigzag":
         return layouts.zigzag(total, size)
-    if balance == "solver":
+    if balance in ("solver", "traffic"):
         return None
     raise ValueError(
-        f"{name} must be 'contiguous', 'zigzag', 'solver' or a Layout, got {balance!r}"
+        f"{name} must be 'contiguous', 'zigzag', 'solver', 'traffic' or a Layout, got {balance!r}"
     )
 
 
@@ -350,16 +355,37 @@ def _unit(total: int, size: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _solved(mask: AttnMask, size: int, model: CostModel) -> Layout:
-    """The balanced layout; or a simple one, where balance does not pay for its traffic."""
-    candidates = [make(mask.tq, size) for make in (layouts.contiguous, layouts.zigzag)]
-    candidates.append(balanced(mask, size, unit=_unit(mask.tq, size)))
-    return candidates[first_of_the_best([expected_ms(mask, x, x, model) for x in candidates])]
+def _solved(mask: AttnMask, size: int, model: CostModel | None) -> Layout:
+    """The balanced layout; or a simple one, where balance does not pay for its traffic.
+
+    Without a model, the one of them whose busiest rank receives the least.
+    """
+    return _best(mask, [(x, x) for x in _candidates(mask, size)], model)[0]
+
+
+@functools.lru_cache(maxsize=64)
+def _candidates(mask: AttnMask, size: int) -> tuple[Layout, ...]:
+    simple = [make(mask.tq, size) for make in (layouts.contiguous, layouts.zigzag)]
+    return (*simple, balanced(mask, size, unit=_unit(mask.tq, size)))
+
+
+def _best(
+    mask: AttnMask, candidates: list[tuple[Layout, Layout]], model: CostModel | None
+) -> tuple[Layout, Layout]:
+    """Of layouts of queries and of keys."""
+    if model is not None:
+        times = [expected_ms(mask, *x, model) for x in candidates]
+        return candidates[first_of_the_best(times)]
+    return min(candidates, key=lambda x: rows_received(mask, *x).max(initial=0))
 
 
 @functools.lru_cache(maxsize=64)
 def _solved_cross(
-    mask: AttnMask, size: int, model: CostModel, q_layout: Layout | None, k_layout: Layout | None
+    mask: AttnMask,
+    size: int,
+    model: CostModel | None,
+    q_layout: Layout | None,
+    k_layout: Layout | None,
 ) -> tuple[Layout, Layout]:
     """The same where keys are other tokens; what is given is left as it is."""
 
@@ -376,4 +402,4 @@ def _solved_cross(
     candidates = [(x, keys_of(x)) for x in queries]
     if k_layout is None:
         candidates.insert(0, (simple[0], layouts.contiguous(mask.tk, size)))
-    return candidates[first_of_the_best([expected_ms(mask, *x, model) for x in candidates])]
+    return _best(mask, candidates, model)

@@ -30,7 +30,7 @@ from keel.masks.arrays import Ints
 OnStep = Callable[[str, int, int], None]
 """Hears what comes next, the steps done and the steps in all."""
 
-BALANCES: tuple[Balance, ...] = ("contiguous", "zigzag", "solver")
+BALANCES: tuple[Balance, ...] = ("contiguous", "zigzag", "solver", "traffic")
 
 MAX_PLAN_SIZE = 1 << 25
 """Segments and slices of one plan, at about 200 bytes each while it is made."""
