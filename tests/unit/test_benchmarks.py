@@ -5,7 +5,10 @@ from __future__ import annotations
 import doctest
 import sys
 import types
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +26,7 @@ import attention_masks  # noqa: E402
 import attention_peers  # noqa: E402
 import attention_report as report  # noqa: E402
 import max_logits  # noqa: E402
+import timing  # noqa: E402
 from attention_masks import MASKS  # noqa: E402
 from exact import TOLERANCE, Exact, worst_error  # noqa: E402
 from timing import TimeBudget, Trial, append_csv  # noqa: E402
@@ -539,3 +543,29 @@ def test_max_logits_are_checked() -> None:
     for wrong in (top * 1.001, top * torch.nan):
         with pytest.raises(ArithmeticError, match="wrong result"):
             max_logits.check(exact, out, wrong)
+
+
+def test_a_graph_keeps_what_its_call_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured backward reads what autograd saved; freed, replays would read anything."""
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in {
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda _: nullcontext(),
+        "graph": lambda *_, **__: nullcontext(),
+        "CUDAGraph": lambda: types.SimpleNamespace(replay=lambda: None),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(timing, "time_batch", lambda *_, **__: 1.0)
+    saved = []
+
+    def prepare() -> Any:
+        kept = torch.zeros(3)
+        saved.append(weakref.ref(kept))
+        return lambda: kept.sum()
+
+    replay, count, result = timing.capture(prepare)
+    assert count == 2 and float(result) == 0.0
+    assert saved[0]() is not None
+    del replay, result
+    assert saved[0]() is None

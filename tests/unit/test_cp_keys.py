@@ -112,7 +112,10 @@ def test_describe_names_every_rank():
         ({"num_ranks": 0}, "num_ranks must be at least 1, got 0"),
         ({"rank": 1}, "rank goes with num_ranks"),
         ({"num_ranks": 4, "rank": 4}, r"rank must be in 0\.\.3, got 4"),
-        ({**PLANNING, "balance": "fair"}, "must be 'contiguous', 'zigzag', 'solver', 'traffic' or a Layout"),
+        (
+            {**PLANNING, "balance": "fair"},
+            "must be 'contiguous', 'zigzag', 'solver', 'traffic' or a Layout",
+        ),
         ({**PLANNING, "balance": contiguous(99, 4)}, "99 tokens over 4 ranks, expected 100 over 4"),
         ({**PLANNING, "degree": -1}, r"degree must be 'auto' or an int in 0\.\.64, got -1"),
         ({**PLANNING, "degree": True}, "got True"),
