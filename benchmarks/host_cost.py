@@ -5,9 +5,9 @@
 
 One small problem (a causal mask of 64 tokens, 16:2 heads, d 64, bf16), so that kernels end before
 the host is back. Calls are timed in batches with a synchronisation between, so that no launch
-waits for room in the queue, and take turns; the figure is the median batch. Backward: autograd's whole way from
-the gradient of out to those of q, k and v. Results go to benchmarks/results/host_cost.csv
-(host_cost_stub.csv with --stub).
+waits for room in the queue, and take turns; the figure is the median batch. Backward: autograd's
+whole way from the gradient of out to those of q, k and v. Results go to
+benchmarks/results/host_cost.csv (host_cost_stub.csv with --stub).
 """
 
 from __future__ import annotations
