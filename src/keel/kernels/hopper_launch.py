@@ -292,8 +292,7 @@ COUNTER_WIDTH = 32
 
 
 def work_counter(sm_margin: int, device: torch.device, stream: int | None = None) -> torch.Tensor:
-    """Where blocks of threads draw their work, and where they tell of its end: two zeros before and
-    after each launch.
+    """Where blocks of threads draw their work: a zero before and after each launch.
 
     Launches on one stream follow each other, so they share a counter. A graph may be replayed
     beside anything, so each of its launches gets one of its own: a spare one, or, where these have
@@ -305,7 +304,7 @@ def work_counter(sm_margin: int, device: torch.device, stream: int | None = None
     if stream is None:
         spares = _spare_counters.get(device.index)
         if not spares:
-            return torch.zeros(2, dtype=torch.int32, device=device)
+            return torch.zeros(1, dtype=torch.int32, device=device)
         _taken.append(spares.pop())
         return _taken[-1]
     key = (device.index, stream)
@@ -322,7 +321,7 @@ def work_counter(sm_margin: int, device: torch.device, stream: int | None = None
 def _new_counters(number: int, device: torch.device) -> list[torch.Tensor]:
     with torch.inference_mode(False), torch.no_grad():
         block = torch.zeros(number, COUNTER_WIDTH, dtype=torch.int32, device=device)
-        return [row[:2] for row in block.unbind()]
+        return [row[:1] for row in block.unbind()]
 
 
 def _stream_of(device: torch.device) -> int | None:
