@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 from keel.kernels.flash_common import l2_bytes, num_sms, section_heads
 from keel.kernels.gradient_sums import gradient_sums
 from keel.kernels.hopper_dq_launch import fill_dq
-from keel.kernels.hopper_launch import block_of, can_be_described, describing, hopper_problem
+from keel.kernels.hopper_launch import (
+    block_of,
+    can_be_described,
+    describing,
+    hopper_problem,
+    on_device,
+)
 from keel.kernels.launch import Prepared, Recipe, launch
 from keel.kernels.steps import Steps
 from keel.key_records import key_records
@@ -273,7 +279,7 @@ def _prepare(
     return Prepared(
         grid,
         {
-            **_on_device(records, q.device),
+            **on_device(records, q.device, "KEY"),
             **{"scale": scale, "tq": tq, "splits": splits, "heads_each": heads_each, "FORM": form},
             **{"num_tiles": num_tiles, "section": section, "num_lanes": lanes},
         },
@@ -296,16 +302,3 @@ def choose_backward_form(
         persistent=persistent,
         with_dq=with_dq,
     )
-
-
-@functools.lru_cache(maxsize=128)
-def _on_device(records: TileRecords, device: torch.device) -> dict[str, torch.Tensor]:
-    """The records as kernel arguments, copied once."""
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "this mask was never used on this device, and its tile plan cannot be copied "
-            "there during CUDA graph capture: call the backward once before capturing"
-        )
-    arrays = {"TILES": records.tiles, "RUNS": records.runs}
-    arrays |= {"KEY_LO": records.row_lo, "KEY_HI": records.row_hi}
-    return {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}

@@ -268,15 +268,17 @@ def _layout(dtype: torch.dtype, *block: int) -> Any:
 
 
 @functools.lru_cache(maxsize=128)
-def on_device(records: TileRecords, device: torch.device) -> dict[str, torch.Tensor]:
-    """The records as kernel arguments, copied once."""
+def on_device(
+    records: TileRecords, device: torch.device, rows: str = "ROW"
+) -> dict[str, torch.Tensor]:
+    """The records as kernel arguments, copied once; bounds of rows are called `rows`_LO and _HI."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "this mask was never used on this device, and its tile plan cannot be copied "
-            "there during CUDA graph capture: call the attention once before capturing"
+            "there during CUDA graph capture: call this once before capturing"
         )
     arrays = {"TILES": records.tiles, "RUNS": records.runs}
-    arrays |= {"ROW_LO": records.row_lo, "ROW_HI": records.row_hi}
+    arrays |= {f"{rows}_LO": records.row_lo, f"{rows}_HI": records.row_hi}
     return {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}
 
 
