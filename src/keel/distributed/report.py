@@ -181,11 +181,11 @@ def compare(
     degree: Degree = "auto",
     on_step: OnStep | None = None,
 ) -> list[Strategy]:
-    """Contiguous, zigzag and solver from real plans, then ring, all-gather and Ulysses.
+    """Contiguous, zigzag, solver and least traffic from real plans, then ring, all-gather, Ulysses.
 
     >>> from keel import masks
     >>> [s.name for s in compare(masks.causal(1024), 4)]
-    ['contiguous', 'zigzag', 'solver', 'ring', 'all-gather', 'ulysses']
+    ['contiguous', 'zigzag', 'solver', 'traffic', 'ring', 'all-gather', 'ulysses']
     """
     model = CostModel() if model is None else model
     degrees = _degrees(degree)
