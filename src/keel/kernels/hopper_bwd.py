@@ -266,6 +266,29 @@ def score_gradient(p, dp, ring, form: gl.constexpr, stage, half: gl.constexpr, p
     return ds
 
 
+STAGED_DQ = gl.constexpr(gl.SharedLinearLayout(
+    [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4 ^ 16], [2, 8], [4, 16],
+     [8, 0], [16, 0], [32, 0], [0, 32]]))
+"""Rows of 128 bytes as TMA swizzles them, with odd rows' columns 16..31 of 32 first."""
+
+
+@gluon.jit
+def stage_dq(staged, dq):
+    """fp32 into the swizzle of TMA without bank conflicts.
+
+    A quarter of a store writes 32 bytes of each of four rows. The swizzle sends rows 2n and 2n + 1 to
+    the same banks: so odd rows write columns 16 to 31 while even ones write columns 0 to 15.
+    """
+    t = dq.reshape([HALF, HALF // 32, 2, 16]).permute((0, 1, 3, 2))
+    low, high = gl.split(t)
+    L: gl.constexpr = low.type.layout
+    rows = gl.arange(0, HALF, gl.SliceLayout(1, gl.SliceLayout(2, L)))
+    odd = (rows & 1 == 1)[:, None, None]
+    t = gl.join(gl.where(odd, high, low), gl.where(odd, low, high)).permute((0, 1, 3, 2))
+    x = gl.convert_layout(t.reshape([HALF, HALF]), dq.type.layout)
+    staged._reinterpret(gl.float32, [HALF, HALF], STAGED_DQ).store(x)
+
+
 @gluon.jit
 def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, count, row, head,
          lo, hi, scale2, MASKED: gl.constexpr, s_l: gl.constexpr, a_l: gl.constexpr):
@@ -335,7 +358,7 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
         dq = warpgroup_mma_wait(1, [dq])
         tma.store_wait(0)  # the dq before this one has left shared memory
         staged = ring.dq.index(cid)
-        staged.reshape([HALF, HALF]).store(dq)
+        stage_dq(staged, dq)
         fence_async_shared()
         if PARTS == 1:
             tma_add(inputs.dq, [row, head, cid * HALF], staged)
