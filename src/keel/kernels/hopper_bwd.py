@@ -315,8 +315,8 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
     if PARTS == 1:
         s = warpgroup_mma_wait(1, [s])
         p = probability(s, ring, stage, 0, row, lo, hi, scale2, MASKED)
-        dp = warpgroup_mma_wait(0, [dp])
         dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do0, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, [dp])
         ds = score_gradient(p, dp, ring, form, stage, 0, buffer + cid)
     else:
         q1 = q.slice(HALF, HALF)
@@ -325,14 +325,14 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
         dp1 = warpgroup_mma(v_mine, do1.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(3, [s])
         p = probability(s, ring, stage, 0, row, lo, hi, scale2, MASKED)
-        dp = warpgroup_mma_wait(2, [dp])
         dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do0, dv, is_async=True)
+        dp = warpgroup_mma_wait(3, [dp])
         ds = score_gradient(p, dp, ring, form, stage, 0, buffer + 2 * cid)
         dk = warpgroup_mma(gl.convert_layout(ds, a_l), q0, dk, is_async=True)
         s1 = warpgroup_mma_wait(3, [s1])
         p1 = probability(s1, ring, stage, 1, row, lo, hi, scale2, MASKED)
-        dp1 = warpgroup_mma_wait(2, [dp1])
         dv = warpgroup_mma(gl.convert_layout(p1.to(ring.k.dtype), a_l), do1, dv, is_async=True)
+        dp1 = warpgroup_mma_wait(3, [dp1])
         ds = score_gradient(p1, dp1, ring, form, stage, 1, buffer + 2 * cid + 1)
     if not form.WITH_DQ:
         dk = warpgroup_mma(gl.convert_layout(ds, a_l), q.slice(BM - HALF, HALF), dk, is_async=True)
