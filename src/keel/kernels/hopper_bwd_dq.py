@@ -25,7 +25,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from keel._versions import tma_load, tma_store
 from keel.kernels.flash_common import LOG2E
-from keel.kernels.hopper_common import FIELDS, hide, mark, place_of, wait_for, work_of
+from keel.kernels.hopper_common import (
+    FIELDS,
+    capped_with_slope,
+    hidden_zero,
+    hide,
+    mark,
+    place_of,
+    wait_for,
+    work_of,
+)
 from keel.kernels.hopper_common import PART as HALF
 
 # fmt: off
@@ -56,6 +65,7 @@ class Inputs(NamedTuple):
 
 class Numbers(NamedTuple):
     scale: Any
+    softcap: Any
     tq: Any
     num_tiles: Any
     section: Any
@@ -115,7 +125,7 @@ def bring_tile(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
     mbarrier.expect(ring.q_full, 2 * HALF * form.D * 2)
     for half in gl.static_range(2):
         tma_load(inputs.q, [tile.row0 + half * HALF, tile.head, 0], ring.q_full, ring.q.index(half))
-    mbarrier.expect(ring.do_full, 2 * HALF * form.D * 2)
+    mbarrier.expect(ring.do_full, 2 * HALF * form.DV * 2)
     for half in gl.static_range(2):
         tma_load(inputs.do, [tile.row0 + half * HALF, tile.head, 0], ring.do_full,
                  ring.do.index(half))
@@ -130,9 +140,10 @@ def bring_tile(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
                 wait_for(K_FREE + stage)
             mbarrier.expect(ring.k_full.index(stage), form.BN * form.D * 2)
             tma_load(inputs.k, [key, kv_head, 0], ring.k_full.index(stage), ring.k.index(stage))
-            if count >= form.STAGES:
+            stage = count % form.V_STAGES
+            if count >= form.V_STAGES:
                 wait_for(V_FREE + stage)
-            mbarrier.expect(ring.v_full.index(stage), form.BN * form.D * 2)
+            mbarrier.expect(ring.v_full.index(stage), form.BN * form.DV * 2)
             tma_load(inputs.v, [key, kv_head, 0], ring.v_full.index(stage), ring.v.index(stage))
             key += form.BN
             count += 1
@@ -157,7 +168,8 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         count = bring_tile(inputs, numbers, ring, form, 0, 0, count)
     for block in range(gl.maximum(count - form.STAGES, 0), count):  # marks nobody waited for
         wait_for(K_FREE + block % form.STAGES)
-        wait_for(V_FREE + block % form.STAGES)
+    for block in range(gl.maximum(count - form.V_STAGES, 0), count):
+        wait_for(V_FREE + block % form.V_STAGES)
 
 
 @gluon.jit
@@ -167,28 +179,37 @@ def bounds(inputs, row_set, mine):
 
 
 @gluon.jit
-def step(cid: gl.constexpr, ring, form: gl.constexpr, dq, count, key, lo, hi, lse2, delta, scale2,
+def step(cid: gl.constexpr, numbers, ring, form: gl.constexpr, dq, count, key, lo, hi, lse2, delta,
          MASKED: gl.constexpr, s_l: gl.constexpr, a_l: gl.constexpr):
     """What a block of keys adds to dq."""
     BN: gl.constexpr = form.BN
     D: gl.constexpr = form.D
     stage = count % form.STAGES
-    phase = (count // form.STAGES) & 1
+    v_stage = count % form.V_STAGES
     zero = gl.zeros([HALF, BN], gl.float32, s_l)
     k = ring.k.index(stage).reshape([BN, D])
-    v = ring.v.index(stage).reshape([BN, D])
-    q = ring.q.index(cid).reshape([HALF, D])
-    do = ring.do.index(cid).reshape([HALF, D])
-    mbarrier.wait(ring.k_full.index(stage), phase)
+    v = ring.v.index(v_stage).reshape([BN, form.DV])
+    # addresses of wide blocks would take too many registers, if they were kept
+    mine = cid + hidden_zero() if form.D + form.DV > 256 else cid
+    q = ring.q.index(mine).reshape([HALF, D])
+    do = ring.do.index(mine).reshape([HALF, form.DV])
+    mbarrier.wait(ring.k_full.index(stage), (count // form.STAGES) & 1)
     s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    mbarrier.wait(ring.v_full.index(stage), phase)
+    mbarrier.wait(ring.v_full.index(v_stage), (count // form.V_STAGES) & 1)
     dp = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, [s])
+    if form.HAS_SOFTCAP:
+        s, slope = capped_with_slope(s, numbers.scale, numbers.softcap)
+        scale2 = LOG2E
+    else:
+        scale2 = numbers.scale * LOG2E
     if MASKED:
         s = hide(s, key, lo, hi)
     p = gl.exp2(s * scale2 - lse2[:, None])
+    if form.HAS_SOFTCAP:
+        p = p * slope
     dp = warpgroup_mma_wait(0, [dp])
-    mark(V_FREE + stage)
+    mark(V_FREE + v_stage)
     ds = (p * (dp - delta[:, None])).to(ring.k.dtype)
     dq = warpgroup_mma(gl.convert_layout(ds, a_l), k, dq, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])
@@ -233,7 +254,6 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, form.D, 16])
     a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=q_l, k_width=2)
     tile = my_tile(inputs, numbers, form, work)
-    scale2 = numbers.scale * LOG2E
     mine = cid * HALF + gl.arange(0, HALF, gl.SliceLayout(1, s_l))
     rows = tile.row0 + mine
     there = rows < numbers.tq
@@ -252,14 +272,14 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
         next_end = gl.load(inputs.RUNS + run * 4 + 5)
         if run < tile.split:
             while key < end:
-                dq = step(cid, ring, form, dq, count, key, lo, hi, lse2, delta, scale2, False, s_l,
+                dq = step(cid, numbers, ring, form, dq, count, key, lo, hi, lse2, delta, False, s_l,
                           a_l)
                 key += BN
                 count += 1
         else:
             next_lo, next_hi = bounds(inputs, gl.load(inputs.RUNS + run * 4 + 6), mine)
             while key < end:
-                dq = step(cid, ring, form, dq, count, key, lo, hi, lse2, delta, scale2, True, s_l,
+                dq = step(cid, numbers, ring, form, dq, count, key, lo, hi, lse2, delta, True, s_l,
                           a_l)
                 key += BN
                 count += 1
@@ -305,7 +325,7 @@ NUMBERS = ["tq", "num_tiles", "section", "num_heads", "group"]
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_bwd_dq_kernel(
     Q, K, V, DO, DQ, LSE2, DELTA, DQ_OUT, TILES, RUNS, ROW_LO, ROW_HI,
-    scale, tq, num_tiles, section, num_heads, group,
+    scale, softcap, tq, num_tiles, section, num_heads, group,
     FORM: gl.constexpr,
 ):
     D: gl.constexpr = FORM.D
@@ -314,22 +334,23 @@ def hopper_bwd_dq_kernel(
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     ring = Ring(
         q=gl.allocate_shared_memory(Q.dtype, [2, HALF, 1, D], Q.layout),
-        do=gl.allocate_shared_memory(DO.dtype, [2, HALF, 1, D], DO.layout),
+        do=gl.allocate_shared_memory(DO.dtype, [2, HALF, 1, FORM.DV], DO.layout),
         k=gl.allocate_shared_memory(K.dtype, [STAGES, BN, 1, D], K.layout),
-        v=gl.allocate_shared_memory(V.dtype, [STAGES, BN, 1, D], V.layout),
+        v=gl.allocate_shared_memory(V.dtype, [FORM.V_STAGES, BN, 1, FORM.DV], V.layout),
         q_full=gl.allocate_shared_memory(gl.int64, [1], barrier),
         do_full=gl.allocate_shared_memory(gl.int64, [1], barrier),
         k_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
-        v_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        v_full=gl.allocate_shared_memory(gl.int64, [FORM.V_STAGES, 1], barrier),
     )
     mbarrier.init(ring.q_full, 1)
     mbarrier.init(ring.do_full, 1)
     for i in gl.static_range(STAGES):
         mbarrier.init(ring.k_full.index(i), 1)
+    for i in gl.static_range(FORM.V_STAGES):
         mbarrier.init(ring.v_full.index(i), 1)
     fence_async_shared()
     inputs = Inputs(Q, K, V, DO, DQ, LSE2, DELTA, DQ_OUT, TILES, RUNS, ROW_LO, ROW_HI)
-    numbers = Numbers(scale, tq, num_tiles, section, num_heads, group)
+    numbers = Numbers(scale, softcap, tq, num_tiles, section, num_heads, group)
     gl.warp_specialize([
         (first_consumer, (inputs, numbers, ring, FORM)),
         (second_consumer, (inputs, numbers, ring, FORM)),

@@ -92,6 +92,53 @@ class BackwardForm(Constants):
     """Blocks of threads stay and take one tile after the other, on fewer SMs than there are."""
     with_dq: bool = True
     """Else `hopper_bwd_dq` makes it, in a fixed order."""
+    has_softcap: bool = False
+
+    @property
+    def dv(self) -> int:
+        """Columns of blocks of values."""
+        return self.d
+
+    @property
+    def parts(self) -> int:
+        """Of 64 keys, in a tile."""
+        return 2
+
+
+@dataclass(frozen=True)
+class WideForm(Constants):
+    """What a variant of dk and dv for wide heads is compiled for."""
+
+    d: int
+    """Columns of blocks of queries and keys, 64 to 256; heads may have fewer."""
+    dv: int
+    """Of values and dout."""
+    dk_columns: int
+    """Of heads."""
+    dv_columns: int
+    stages: int = 2
+    """Blocks of rows in shared memory, and of weights."""
+    persistent: bool = False
+    has_softcap: bool = False
+
+    @property
+    def bm(self) -> int:
+        """Rows of a block."""
+        return tile_records.PART
+
+    @property
+    def parts(self) -> int:
+        """Of 64 keys, in a tile: all are both consumers'."""
+        return 1
+
+    @property
+    def staged(self) -> bool:
+        """dk and dv are written as they lie in registers."""
+        return False
+
+    @property
+    def with_dq(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
@@ -99,16 +146,21 @@ class QueryForm(Constants):
     """What a variant of dq in a fixed order is compiled for."""
 
     d: int
-    """Columns of blocks, 64 or 128; heads may have fewer."""
+    """Columns of blocks of queries and keys, 64 to 256; heads may have fewer."""
+    dv: int
+    """Of values and dout."""
     bn: int
     """Keys of a block."""
     columns: int
     """Of heads."""
     stages: int = 2
-    """Blocks of keys and values in shared memory."""
+    """Blocks of keys in shared memory, and"""
+    v_stages: int = 2
+    """of values, which are done with earlier."""
     staged: bool = True
     """dq leaves through shared memory, in the place of its queries, by TMA."""
     persistent: bool = False
+    has_softcap: bool = False
 
 
 @gluon.jit
@@ -143,6 +195,13 @@ def pass_turn(cid: gl.constexpr, form: gl.constexpr):
         gl.inline_asm_elementwise(
             f"bar.arrive {NUMBER}, 256; mov.u32 $0, 0;", "=r,~{memory}", [],
             dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def hidden_zero():
+    """A zero that LLVM does not see through: it would keep addresses of operands in registers."""
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
+                                     pack=1)
 
 
 @gluon.jit
@@ -285,11 +344,24 @@ def lane_sums(p):
 
 @gluon.jit
 def capped(s, scale, softcap):
-    """softcap · tanh(s · scale / softcap); exp overflows to inf for large s: the right limit."""
+    """softcap · tanh(s · scale / softcap)."""
+    return softcap - 2.0 * softcap * _half_of_rest(s, scale, softcap)
+
+
+@gluon.jit
+def capped_with_slope(s, scale, softcap):
+    """Capped scores, and their derivative by s · scale: 1 - tanh², without a difference of two
+    numbers near 1 where scores are high."""
+    rest = _half_of_rest(s, scale, softcap)
+    return softcap - 2.0 * softcap * rest, 4.0 * rest * (1.0 - rest)
+
+
+@gluon.jit
+def _half_of_rest(s, scale, softcap):
+    """(1 - tanh(s · scale / softcap)) / 2; exp overflows to inf for large s: the right limit."""
     over = 1.0 + gl.exp2(s * (2.0 * LOG2E * scale / softcap))
-    inverse = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [over],
-                                        dtype=gl.float32, is_pure=True, pack=1)
-    return softcap - 2.0 * softcap * inverse
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [over],
+                                     dtype=gl.float32, is_pure=True, pack=1)
 
 
 # fmt: on
