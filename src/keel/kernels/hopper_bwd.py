@@ -10,7 +10,8 @@ probabilities and their gradients are operands in registers of
 
 and only ds goes through shared memory, where both consumers find all of it for dq = ds k. Each of
 them makes half of dq and has TMA add it up in fp32; dk and dv are written once. dq may also be left
-to `hopper_bwd_dq`: the order in which TMA adds differs from run to run.
+to `hopper_bwd_dq`: the order in which TMA adds differs from run to run. Heads of more than 128
+columns are `hopper_bwd_wide`'s.
 
 A mask is the rows [lo, hi) that see a key, two numbers for each of the two keys of a thread. Blocks
 of rows that hang over the end are masked, as are keys that a short tile does not have. Keys that

@@ -4,6 +4,9 @@
 run. Here a block of threads keeps 128 queries and their dout, and keys and values pass by, over the
 tiles of the forward. That costs scores and dp once more: seven products where one pass takes five.
 
+Values are done with before keys, so that they need fewer stages where memory is short: one with
+head dims of 256, of which the next block comes while ds and dq of this one are made.
+
 One warp, the producer, brings everything by TMA. Two warpgroups of consumers own 64 rows each and
 share nothing but keys and values. Scores are (rows, keys), so that ds is an operand in registers of
 dq += ds k.
@@ -140,11 +143,12 @@ def bring_tile(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
                 wait_for(K_FREE + stage)
             mbarrier.expect(ring.k_full.index(stage), form.BN * form.D * 2)
             tma_load(inputs.k, [key, kv_head, 0], ring.k_full.index(stage), ring.k.index(stage))
-            stage = count % form.V_STAGES
+            v_stage = count % form.V_STAGES
+            v_full = ring.v_full.index(v_stage)
             if count >= form.V_STAGES:
-                wait_for(V_FREE + stage)
-            mbarrier.expect(ring.v_full.index(stage), form.BN * form.DV * 2)
-            tma_load(inputs.v, [key, kv_head, 0], ring.v_full.index(stage), ring.v.index(stage))
+                wait_for(V_FREE + v_stage)
+            mbarrier.expect(v_full, form.BN * form.DV * 2)
+            tma_load(inputs.v, [key, kv_head, 0], v_full, ring.v.index(v_stage))
             key += form.BN
             count += 1
         key = next_key
@@ -200,14 +204,13 @@ def step(cid: gl.constexpr, numbers, ring, form: gl.constexpr, dq, count, key, l
     s = warpgroup_mma_wait(1, [s])
     if form.HAS_SOFTCAP:
         s, slope = capped_with_slope(s, numbers.scale, numbers.softcap)
-        scale2 = LOG2E
+        p = gl.exp2(s * LOG2E - lse2[:, None]) * slope
+        if MASKED:  # last: until then slopes take as many registers as scores
+            p = hide(p, key, lo, hi, 0.0)
     else:
-        scale2 = numbers.scale * LOG2E
-    if MASKED:
-        s = hide(s, key, lo, hi)
-    p = gl.exp2(s * scale2 - lse2[:, None])
-    if form.HAS_SOFTCAP:
-        p = p * slope
+        if MASKED:
+            s = hide(s, key, lo, hi)
+        p = gl.exp2(s * (numbers.scale * LOG2E) - lse2[:, None])
     dp = warpgroup_mma_wait(0, [dp])
     mark(V_FREE + v_stage)
     ds = (p * (dp - delta[:, None])).to(ring.k.dtype)

@@ -304,7 +304,7 @@ def place_of(work, num_tiles, section):
 
 
 @gluon.jit
-def hide(s, key, lo, hi):
+def hide(s, key, lo, hi, INSTEAD: gl.constexpr = float("-inf")):
     """Scores of keys outside of [lo, hi) to -inf.
 
     A thread holds every eighth pair of columns. Seen as (rows, BN / 8, 8), the middle index is a
@@ -319,7 +319,7 @@ def hide(s, key, lo, hi):
     low = (gl.convert_layout(lo, row_l) - key)[:, None] - inner
     high = (gl.convert_layout(hi, row_l) - key)[:, None] - inner
     keep = (octet >= low[:, None, :]) & (octet < high[:, None, :])
-    return gl.convert_layout(gl.where(keep, t, float("-inf")).reshape([PART, BN]), s.type.layout)
+    return gl.convert_layout(gl.where(keep, t, INSTEAD).reshape([PART, BN]), s.type.layout)
 
 
 @gluon.jit
