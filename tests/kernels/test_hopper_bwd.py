@@ -284,6 +284,8 @@ def test_forms(d, dv, name, blocks, tile):
         *(d, dv, 64), out_matches=True, persistent=False, has_softcap=True
     )
     assert (queries.d, queries.dv) == blocks and queries.columns == d and queries.has_softcap
+    if name == "WideForm":  # of 256 columns, 192 are multiplied where there are no more
+        assert form.short == queries.short == (128 < d <= 192)
     # what the kernels ask for must fit: q, dout, keys, values, and what one consumer hands over
     by_rows = 2 * (128 + 64 * queries.stages) * queries.d + 2 * (128 + 64 * queries.v_stages) * (
         queries.dv

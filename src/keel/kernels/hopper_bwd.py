@@ -362,10 +362,12 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
 
 
 @gluon.jit
-def write_rows(POINTER, x, first, end, lane, num_lanes, COLUMNS: gl.constexpr):
+def write_rows(POINTER, x, first, end, lane, num_lanes, COLUMNS: gl.constexpr,
+               BEGIN: gl.constexpr = 0):
+    """x from column BEGIN on, into rows of COLUMNS."""
     layout: gl.constexpr = x.type.layout
     rows = first + gl.arange(0, HALF, gl.SliceLayout(1, layout))
-    dim = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    dim = BEGIN + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
     place = POINTER + ((rows.to(gl.int64) * num_lanes + lane) * COLUMNS)[:, None] + dim[None, :]
     inside = (rows < end)[:, None] & (dim < COLUMNS)[None, :]
     gl.store(place, x.to(POINTER.dtype.element_ty), mask=inside)

@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -30,11 +29,14 @@ from keel._versions import tma_load, tma_store
 from keel.kernels.flash_common import LOG2E
 from keel.kernels.hopper_common import (
     FIELDS,
+    add_product,
     capped_with_slope,
     hidden_zero,
     hide,
     mark,
+    no_sums,
     place_of,
+    scores,
     wait_for,
     work_of,
 )
@@ -184,7 +186,7 @@ def bounds(inputs, row_set, mine):
 
 @gluon.jit
 def step(cid: gl.constexpr, numbers, ring, form: gl.constexpr, dq, count, key, lo, hi, lse2, delta,
-         MASKED: gl.constexpr, s_l: gl.constexpr, a_l: gl.constexpr):
+         MASKED: gl.constexpr, s_l: gl.constexpr):
     """What a block of keys adds to dq."""
     BN: gl.constexpr = form.BN
     D: gl.constexpr = form.D
@@ -198,9 +200,9 @@ def step(cid: gl.constexpr, numbers, ring, form: gl.constexpr, dq, count, key, l
     q = ring.q.index(mine).reshape([HALF, D])
     do = ring.do.index(mine).reshape([HALF, form.DV])
     mbarrier.wait(ring.k_full.index(stage), (count // form.STAGES) & 1)
-    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = scores(q, k, zero, form.SHORT)
     mbarrier.wait(ring.v_full.index(v_stage), (count // form.V_STAGES) & 1)
-    dp = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = scores(do, v, zero, False)
     s = warpgroup_mma_wait(1, [s])
     if form.HAS_SOFTCAP:
         s, slope = capped_with_slope(s, numbers.scale, numbers.softcap)
@@ -214,17 +216,18 @@ def step(cid: gl.constexpr, numbers, ring, form: gl.constexpr, dq, count, key, l
     dp = warpgroup_mma_wait(0, [dp])
     mark(V_FREE + v_stage)
     ds = (p * (dp - delta[:, None])).to(ring.k.dtype)
-    dq = warpgroup_mma(gl.convert_layout(ds, a_l), k, dq, is_async=True)
-    dq = warpgroup_mma_wait(0, [dq])
+    dq = add_product(ds, k, dq, form.SHORT)
     mark(K_FREE + stage)
     return dq
 
 
 @gluon.jit
-def write_directly(cid: gl.constexpr, inputs, numbers, form: gl.constexpr, tile, dq):
+def write_directly(cid: gl.constexpr, inputs, numbers, form: gl.constexpr, tile, dq,
+                   BEGIN: gl.constexpr):
+    """From column BEGIN on."""
     layout: gl.constexpr = dq.type.layout
     rows = tile.row0 + cid * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
-    dim = gl.arange(0, form.D, gl.SliceLayout(0, layout))
+    dim = BEGIN + gl.arange(0, dq.shape[1], gl.SliceLayout(0, layout))
     place = (rows.to(gl.int64) * numbers.num_heads + tile.head) * form.COLUMNS
     inside = (rows < tile.row_end)[:, None] & (dim < form.COLUMNS)[None, :]
     gl.store(inputs.DQ + place[:, None] + dim[None, :], dq.to(inputs.DQ.dtype.element_ty),
@@ -232,19 +235,31 @@ def write_directly(cid: gl.constexpr, inputs, numbers, form: gl.constexpr, tile,
 
 
 @gluon.jit
+def write_all(cid: gl.constexpr, inputs, numbers, form: gl.constexpr, tile, dq):
+    write_directly(cid, inputs, numbers, form, tile, dq[0] * numbers.scale, 0)
+    if form.SHORT:
+        write_directly(cid, inputs, numbers, form, tile, dq[1] * numbers.scale, 128)
+
+
+@gluon.jit
 def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, dq):
     tile = my_tile(inputs, numbers, form, work)  # again: registers are scarce in the loops
-    dq = dq * numbers.scale
     if form.STAGED:
         if tile.row_end - tile.row0 == 2 * HALF:
             staged = ring.q.index(cid)  # read by this consumer alone, and not any more
-            staged.reshape([HALF, form.D]).store(dq.to(ring.q.dtype))
+            place = staged.reshape([HALF, form.D])
+            first = (dq[0] * numbers.scale).to(ring.q.dtype)
+            if form.SHORT:  # columns behind these are outside of the tensor
+                place.slice(0, 128, dim=1).store(first)
+                place.slice(128, 64, dim=1).store((dq[1] * numbers.scale).to(ring.q.dtype))
+            else:
+                place.store(first)
             fence_async_shared()
             tma_store(inputs.dq, [tile.row0 + cid * HALF, tile.head, 0], staged)
         else:
-            write_directly(cid, inputs, numbers, form, tile, dq)
+            write_all(cid, inputs, numbers, form, tile, dq)
     else:
-        write_directly(cid, inputs, numbers, form, tile, dq)
+        write_all(cid, inputs, numbers, form, tile, dq)
 
 
 @gluon.jit
@@ -253,9 +268,6 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
     BN: gl.constexpr = form.BN
     s_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
-    q_l: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, form.D, 16])
-    a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=q_l, k_width=2)
     tile = my_tile(inputs, numbers, form, work)
     mine = cid * HALF + gl.arange(0, HALF, gl.SliceLayout(1, s_l))
     rows = tile.row0 + mine
@@ -263,7 +275,7 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
     place = tile.head.to(gl.int64) * numbers.tq + rows
     lse2 = gl.load(inputs.LSE2 + place, mask=there, other=float("inf"))
     delta = gl.load(inputs.DELTA + place, mask=there, other=0.0)
-    dq = gl.zeros([HALF, form.D], gl.float32, q_l)
+    dq = no_sums(form.D, form.SHORT)
     lo, hi = bounds(inputs, tile.row_set, mine)
     run = tile.first
     key = tile.key
@@ -275,15 +287,15 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
         next_end = gl.load(inputs.RUNS + run * 4 + 5)
         if run < tile.split:
             while key < end:
-                dq = step(cid, numbers, ring, form, dq, count, key, lo, hi, lse2, delta, False, s_l,
-                          a_l)
+                dq = step(cid, numbers, ring, form, dq, count, key, lo, hi, lse2, delta, False,
+                          s_l)
                 key += BN
                 count += 1
         else:
             next_lo, next_hi = bounds(inputs, gl.load(inputs.RUNS + run * 4 + 6), mine)
             while key < end:
-                dq = step(cid, numbers, ring, form, dq, count, key, lo, hi, lse2, delta, True, s_l,
-                          a_l)
+                dq = step(cid, numbers, ring, form, dq, count, key, lo, hi, lse2, delta, True,
+                          s_l)
                 key += BN
                 count += 1
             lo = next_lo

@@ -4,11 +4,12 @@ Columns of 256 fill a warpgroup's registers with one sum of 64 keys, so here a b
 keeps 64 keys and values. The first consumer makes scores, probabilities and dv, the second dp and
 dk, with the same number of products each:
 
-    first     s = k qᵀ     p = exp(s)             dv += pᵀ dout
-    second    dp = v doutᵀ     ds = w (dp - delta)     dk += dsᵀ q
+    first     s = k qᵀ         p = exp(s)             dv += pᵀ dout
+    second    dp = v doutᵀ     ds = w (dp - delta)    dk += dsᵀ q
 
 All that goes between them is w, which is p, times the slope of a softcap: 64 x 64 in fp32 through
-shared memory, one way. dq is `hopper_bwd_dq`'s. The producer is that of `hopper_bwd`.
+shared memory, one way. dq is `hopper_bwd_dq`'s. The producer is that of `hopper_bwd`. Where the
+last quarter of 256 columns of queries and keys is zeros, it is left out of products (SHORT).
 
 Who may write where, for block n in stage n % STAGES:
 
@@ -28,7 +29,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -47,7 +47,7 @@ from keel.kernels.hopper_bwd import (
     write_rows,
 )
 from keel.kernels.hopper_common import PART as HALF
-from keel.kernels.hopper_common import hidden_zero, mark, work_of
+from keel.kernels.hopper_common import add_product, hidden_zero, mark, no_sums, scores, work_of
 
 # fmt: off
 
@@ -88,7 +88,7 @@ def take_over(stage):
 
 @gluon.jit
 def add_to_dv(numbers, ring, form: gl.constexpr, dv, count, row, lo, hi, MASKED: gl.constexpr,
-              s_l: gl.constexpr, a_l: gl.constexpr):
+              s_l: gl.constexpr):
     """What a block of rows adds to dv; its weights for the other consumer."""
     stage = count % form.STAGES
     phase = (count // form.STAGES) & 1
@@ -97,21 +97,20 @@ def add_to_dv(numbers, ring, form: gl.constexpr, dv, count, row, lo, hi, MASKED:
     do = ring.do.index(stage).reshape([HALF, form.DV])
     k = ring.k.index(hidden_zero()).reshape([HALF, form.D])
     mbarrier.wait(ring.q_full.index(stage), phase)
-    s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = scores(k, q, zero, form.SHORT)
     s = warpgroup_mma_wait(0, [s])
     p, weight = probability(s, numbers, ring, form, stage, 0, row, lo, hi, MASKED)
     ring.weights.index(stage).store(weight)
     hand_over(stage)
     mark(Q_FREE + stage)  # lse2 came with q, and has been read as well
     mbarrier.wait(ring.do_full.index(stage), phase)
-    dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do, dv, is_async=True)
-    dv = warpgroup_mma_wait(0, [dv])
+    dv = add_product(p.to(ring.k.dtype), do, dv, False)
     mark(DO_FREE + stage)
     return dv
 
 
 @gluon.jit
-def add_to_dk(ring, form: gl.constexpr, dk, count, s_l: gl.constexpr, a_l: gl.constexpr):
+def add_to_dk(ring, form: gl.constexpr, dk, count, s_l: gl.constexpr):
     """What a block of rows adds to dk: masks are in the weights."""
     stage = count % form.STAGES
     phase = (count // form.STAGES) & 1
@@ -120,7 +119,7 @@ def add_to_dk(ring, form: gl.constexpr, dk, count, s_l: gl.constexpr, a_l: gl.co
     do = ring.do.index(stage).reshape([HALF, form.DV])
     v = ring.v.index(hidden_zero()).reshape([HALF, form.DV])
     mbarrier.wait(ring.do_full.index(stage), phase)
-    dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = scores(v, do, zero, False)
     take_over(stage)
     weight = ring.weights.index(stage).load(s_l)
     delta = ring.delta.index(stage).load(gl.SliceLayout(0, s_l))
@@ -128,8 +127,7 @@ def add_to_dk(ring, form: gl.constexpr, dk, count, s_l: gl.constexpr, a_l: gl.co
     ds = (weight * (dp - delta[None, :])).to(ring.k.dtype)
     mark(DO_FREE + stage)  # delta came with dout
     mbarrier.wait(ring.q_full.index(stage), phase)
-    dk = warpgroup_mma(gl.convert_layout(ds, a_l), q, dk, is_async=True)
-    dk = warpgroup_mma_wait(0, [dk])
+    dk = add_product(ds, q, dk, form.SHORT)
     mark(Q_FREE + stage)
     return dk
 
@@ -139,12 +137,9 @@ def values(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
     """dv of one tile; returns the number of blocks used so far."""
     s_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
-    dv_l: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, form.DV, 16])
-    a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv_l, k_width=2)
     tile = my_tile(inputs, numbers, form, work)
     mine = gl.arange(0, HALF, gl.SliceLayout(1, s_l))
-    dv = gl.zeros([HALF, form.DV], gl.float32, dv_l)
+    dv = no_sums(form.DV, False)
     head = tile.lane * numbers.heads_each
     end_head = head + numbers.heads_each
     mbarrier.wait(ring.k_full, turn & 1)
@@ -158,13 +153,13 @@ def values(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
             next_end = gl.load(inputs.RUNS + run * 4 + 5)
             if run < tile.split:
                 while row < end:
-                    dv = add_to_dv(numbers, ring, form, dv, count, row, lo, hi, False, s_l, a_l)
+                    dv = add_to_dv(numbers, ring, form, dv, count, row, lo, hi, False, s_l)
                     row += HALF
                     count += 1
             else:
                 next_lo, next_hi = bounds(inputs, form, run + 1, mine)
                 while row < end:
-                    dv = add_to_dv(numbers, ring, form, dv, count, row, lo, hi, True, s_l, a_l)
+                    dv = add_to_dv(numbers, ring, form, dv, count, row, lo, hi, True, s_l)
                     row += HALF
                     count += 1
                 lo = next_lo
@@ -174,7 +169,7 @@ def values(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
             run += 1
         head += 1
     tile = my_tile(inputs, numbers, form, work)  # again: registers are scarce in the loops
-    write_rows(inputs.DV, dv, tile.key0, tile.key_end, tile.lane, numbers.num_lanes,
+    write_rows(inputs.DV, dv[0], tile.key0, tile.key_end, tile.lane, numbers.num_lanes,
                form.DV_COLUMNS)
     return count
 
@@ -184,11 +179,8 @@ def keys(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
     """dk of one tile; returns the number of blocks used so far."""
     s_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
-    dk_l: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, form.D, 16])
-    a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk_l, k_width=2)
     tile = my_tile(inputs, numbers, form, work)
-    dk = gl.zeros([HALF, form.D], gl.float32, dk_l)
+    dk = no_sums(form.D, form.SHORT)
     head = tile.lane * numbers.heads_each
     end_head = head + numbers.heads_each
     mbarrier.wait(ring.v_full, turn & 1)
@@ -200,7 +192,7 @@ def keys(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
             next_row = gl.load(inputs.RUNS + run * 4 + 4)
             next_end = gl.load(inputs.RUNS + run * 4 + 5)
             while row < end:
-                dk = add_to_dk(ring, form, dk, count, s_l, a_l)
+                dk = add_to_dk(ring, form, dk, count, s_l)
                 row += HALF
                 count += 1
             row = next_row
@@ -208,8 +200,11 @@ def keys(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
             run += 1
         head += 1
     tile = my_tile(inputs, numbers, form, work)
-    write_rows(inputs.DK, dk * numbers.scale, tile.key0, tile.key_end, tile.lane,
+    write_rows(inputs.DK, dk[0] * numbers.scale, tile.key0, tile.key_end, tile.lane,
                numbers.num_lanes, form.DK_COLUMNS)
+    if form.SHORT:
+        write_rows(inputs.DK, dk[1] * numbers.scale, tile.key0, tile.key_end, tile.lane,
+                   numbers.num_lanes, form.DK_COLUMNS, 128)
     return count
 
 

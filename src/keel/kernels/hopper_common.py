@@ -7,6 +7,7 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from keel import tile_records
 from keel.kernels.flash_common import LOG2E
@@ -132,6 +133,11 @@ class WideForm(Constants):
         return 1
 
     @property
+    def short(self) -> bool:
+        """The last quarter of queries and keys is zeros, and left out of products."""
+        return self.d == 256 and self.dk_columns <= 192
+
+    @property
     def staged(self) -> bool:
         """dk and dv are written as they lie in registers."""
         return False
@@ -161,6 +167,11 @@ class QueryForm(Constants):
     """dq leaves through shared memory, in the place of its queries, by TMA."""
     persistent: bool = False
     has_softcap: bool = False
+
+    @property
+    def short(self) -> bool:
+        """The last quarter of queries and keys is zeros, and left out of products."""
+        return self.d == 256 and self.columns <= 192
 
 
 @gluon.jit
@@ -202,6 +213,53 @@ def hidden_zero():
     """A zero that LLVM does not see through: it would keep addresses of operands in registers."""
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
                                      pack=1)
+
+
+@gluon.jit
+def scores(a, b, zero, SHORT: gl.constexpr):
+    """a bᵀ, under way; of 256 columns 192, if SHORT."""
+    if SHORT:
+        s = warpgroup_mma(a.slice(0, 128, dim=1), b.slice(0, 128, dim=1).permute((1, 0)), zero,
+                          use_acc=False, is_async=True)
+        return warpgroup_mma(a.slice(128, 64, dim=1), b.slice(128, 64, dim=1).permute((1, 0)), s,
+                             is_async=True)
+    else:
+        return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def zero_sums(COLUMNS: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
+    return gl.zeros([PART, COLUMNS], gl.float32, layout)
+
+
+@gluon.jit
+def no_sums(D: gl.constexpr, SHORT: gl.constexpr):
+    """Zeros for 64 rows: of all columns, or if SHORT of 128 and of 64, a power of two each."""
+    if SHORT:
+        return zero_sums(128), zero_sums(64)
+    else:
+        return (zero_sums(D),)
+
+
+@gluon.jit
+def add_product(a, b, sums, SHORT: gl.constexpr):
+    """sums += a b, complete; a in registers."""
+    a_l: gl.constexpr = gl.DotOperandLayout(
+        operand_index=0, parent=sums[0].type.layout, k_width=2)
+    a0 = gl.convert_layout(a, a_l)
+    if SHORT:
+        b_l: gl.constexpr = gl.DotOperandLayout(
+            operand_index=0, parent=sums[1].type.layout, k_width=2)
+        first = warpgroup_mma(a0, b.slice(0, 128, dim=1), sums[0], is_async=True)
+        rest = warpgroup_mma(gl.convert_layout(a, b_l), b.slice(128, 64, dim=1), sums[1],
+                             is_async=True)
+        first, rest = warpgroup_mma_wait(0, [first, rest])
+        return (first, rest)
+    else:
+        total = warpgroup_mma(a0, b, sums[0], is_async=True)
+        return (warpgroup_mma_wait(0, [total]),)
 
 
 @gluon.jit
