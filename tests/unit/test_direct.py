@@ -351,6 +351,19 @@ def test_wide_heads_have_kernels_of_their_own(
     assert map_of(dq) in queries and dq.data_ptr() in queries
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_each_softcap_has_launches_of_its_own(stub: Stub, deterministic: bool) -> None:
+    q, k, v = (x.requires_grad_() for x in make())
+    for softcap in (5.0, 3.0):
+        out, _ = attend(q, k, v, softcap=softcap, deterministic=deterministic)
+        for _ in range(2):
+            stub.launches.clear()
+            gradients(out, (q, k, v), torch.ones_like(out))
+        kernels = [given for name, _, given in stub.launches if name.startswith("hopper")]
+        assert len(kernels) == 1 + deterministic
+        assert all(softcap in given and given[-1].has_softcap for given in kernels)
+
+
 def test_descriptors_are_bounded(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_maps, "MAX_ADDRESSES", 3)
     q, k, v = make()
