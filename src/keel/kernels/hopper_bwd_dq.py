@@ -192,6 +192,8 @@ def step(cid: gl.constexpr, numbers, ring, form: gl.constexpr, dq, count, key, l
     D: gl.constexpr = form.D
     stage = count % form.STAGES
     v_stage = count % form.V_STAGES
+    if form.V_STAGES == 1:  # nor should these addresses be known before the loops
+        v_stage = hidden_zero()
     zero = gl.zeros([HALF, BN], gl.float32, s_l)
     k = ring.k.index(stage).reshape([BN, D])
     v = ring.v.index(v_stage).reshape([BN, form.DV])
