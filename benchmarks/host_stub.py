@@ -25,6 +25,7 @@ from keel.kernels import (
     hopper_bwd,
     hopper_bwd_dq,
     hopper_bwd_launch,
+    hopper_bwd_wide,
     hopper_dq_launch,
     hopper_fwd,
     hopper_launch,
@@ -90,6 +91,7 @@ def stubbed() -> Iterator[Stub]:
     kernels = [
         (hopper_fwd, "hopper_fwd_kernel"),
         (hopper_bwd, "hopper_bwd_kernel"),
+        (hopper_bwd_wide, "hopper_bwd_wide_kernel"),
         (hopper_bwd_dq, "hopper_bwd_dq_kernel"),
         (flash_fwd, "flash_fwd_kernel"),
         (flash_bwd, "row_terms_kernel"),

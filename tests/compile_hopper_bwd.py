@@ -17,19 +17,26 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from keel.kernels import hopper_bwd, hopper_bwd_dq
-from keel.kernels.hopper_common import BackwardForm, QueryForm
+from keel.kernels import hopper_bwd, hopper_bwd_dq, hopper_bwd_wide
+from keel.kernels.hopper_common import BackwardForm, QueryForm, WideForm
 
-FEW: list[tuple[BackwardForm | QueryForm, str]] = [
+AnyForm = BackwardForm | WideForm | QueryForm
+
+FEW: list[tuple[AnyForm, str]] = [
     (BackwardForm(128, 64, 128, 128), "bf16"),
     (BackwardForm(64, 128, 64, 64), "bf16"),
     (BackwardForm(128, 64, 128, 128, staged=False), "bf16"),
     (BackwardForm(128, 64, 128, 128, persistent=True), "bf16"),
     (BackwardForm(128, 64, 128, 128, with_dq=False), "bf16"),
-    (QueryForm(128, 128, 128), "bf16"),
-    (QueryForm(64, 64, 64, stages=3), "fp16"),
+    (BackwardForm(128, 64, 128, 128, has_softcap=True), "bf16"),
+    (WideForm(256, 256, 256, 256), "bf16"),
+    (WideForm(256, 128, 192, 128, persistent=True, has_softcap=True), "fp16"),
+    (QueryForm(128, 128, 128, 128), "bf16"),
+    (QueryForm(64, 64, 64, 64, stages=3, v_stages=3), "fp16"),
+    (QueryForm(256, 256, 64, 256, v_stages=1), "bf16"),
+    (QueryForm(256, 256, 64, 192, v_stages=1, persistent=True, has_softcap=True), "fp16"),
 ]
-MORE: list[tuple[BackwardForm | QueryForm, str]] = [
+MORE: list[tuple[AnyForm, str]] = [
     (BackwardForm(128, 64, 128, 128), "fp16"),
     (BackwardForm(64, 128, 64, 64, staged=False), "bf16"),
     (BackwardForm(64, 128, 64, 64, persistent=True), "bf16"),
@@ -38,24 +45,52 @@ MORE: list[tuple[BackwardForm | QueryForm, str]] = [
     (BackwardForm(64, 128, 64, 64, with_dq=False), "bf16"),
     (BackwardForm(128, 64, 128, 128, staged=False, with_dq=False), "bf16"),
     (BackwardForm(128, 64, 128, 128, persistent=True, with_dq=False), "bf16"),
-    (QueryForm(128, 64, 128, stages=3), "bf16"),
-    (QueryForm(64, 128, 64), "bf16"),
-    (QueryForm(128, 128, 128, staged=False), "bf16"),
-    (QueryForm(128, 128, 128, persistent=True), "bf16"),
+    (BackwardForm(128, 64, 128, 128, with_dq=False, has_softcap=True), "bf16"),
+    (BackwardForm(128, 64, 128, 128, persistent=True, has_softcap=True), "bf16"),
+    (BackwardForm(128, 64, 128, 128, staged=False, has_softcap=True), "bf16"),
+    (BackwardForm(64, 128, 64, 64, has_softcap=True), "bf16"),
+    (BackwardForm(64, 128, 64, 64, staged=False, persistent=True, has_softcap=True), "bf16"),
+    (BackwardForm(64, 128, 64, 64, with_dq=False, has_softcap=True), "bf16"),
+    (WideForm(256, 256, 256, 256, has_softcap=True), "bf16"),
+    (WideForm(256, 256, 192, 192, persistent=True), "bf16"),
+    (WideForm(256, 256, 256, 256, persistent=True, has_softcap=True), "bf16"),
+    (WideForm(256, 128, 192, 128), "bf16"),
+    (WideForm(256, 128, 256, 128), "bf16"),
+    (WideForm(256, 64, 256, 64), "bf16"),
+    (WideForm(128, 256, 128, 256, has_softcap=True), "bf16"),
+    (WideForm(64, 256, 40, 200), "bf16"),
+    (QueryForm(128, 128, 64, 128, stages=3, v_stages=3), "bf16"),
+    (QueryForm(64, 64, 128, 64), "bf16"),
+    (QueryForm(128, 128, 128, 128, staged=False), "bf16"),
+    (QueryForm(128, 128, 128, 128, persistent=True), "bf16"),
+    (QueryForm(128, 128, 128, 128, has_softcap=True), "bf16"),
+    (QueryForm(64, 64, 128, 64, persistent=True, has_softcap=True), "bf16"),
+    (QueryForm(128, 128, 64, 128, stages=3, v_stages=3, has_softcap=True), "bf16"),
+    (QueryForm(256, 256, 64, 256, v_stages=1, staged=False), "bf16"),
+    (QueryForm(256, 256, 64, 256, v_stages=1, persistent=True), "bf16"),
+    (QueryForm(256, 256, 64, 256, v_stages=1, has_softcap=True), "bf16"),
+    (QueryForm(256, 128, 64, 192), "bf16"),
+    (QueryForm(256, 128, 64, 192, persistent=True, has_softcap=True), "bf16"),
+    (QueryForm(256, 128, 64, 192, has_softcap=True), "bf16"),
+    (QueryForm(256, 128, 64, 192, staged=False), "bf16"),
+    (QueryForm(256, 128, 64, 256), "bf16"),
+    (QueryForm(256, 64, 64, 256), "bf16"),
+    (QueryForm(128, 256, 64, 128), "bf16"),
+    (QueryForm(64, 256, 64, 40), "bf16"),
 ]
 ROWS = {"LSE2", "DELTA"}
 
 
-def signature(
-    kernel: Any, form: BackwardForm | QueryForm, dtype: str
-) -> tuple[dict[str, str], dict, dict]:
+def signature(kernel: Any, form: AnyForm, dtype: str) -> tuple[dict[str, str], dict, dict]:
     """(types, constants, alignments) of a call with contiguous tensors."""
     if isinstance(form, QueryForm):
         boxes = {"Q": 64, "DO": 64, "K": form.bn, "V": form.bn}
         outs, absent = {"DQ": 64}, set()
     else:
         boxes = {"Q": form.bm, "DO": form.bm, "K": 64, "V": 64}
-        outs, absent = {"DK": 64, "DV": 64}, set() if form.with_dq else {"DQ32"}
+        outs, absent = {"DK": 64, "DV": 64}, set()
+        if not form.with_dq:
+            absent.add("DQ32")
     if form.staged:
         boxes |= outs
     else:
@@ -68,7 +103,7 @@ def signature(
         if name == "FORM" or name in absent:
             types[name], constants[(index,)] = "constexpr", form if name == "FORM" else None
         elif name in boxes:
-            block = [boxes[name], 1, form.d]
+            block = [boxes[name], 1, form.dv if name in ("V", "DO", "DV") else form.d]
             layout = gl.NVMMASharedLayout.get_default_for(block, element)
             types[name] = f"tensordesc<{dtype}{block},{layout!r}>"
         elif name == "DQ32":
@@ -77,19 +112,21 @@ def signature(
         elif name in ROWS:
             types[name] = "*fp32"
         elif name.isupper():
-            out = f"*{dtype}" if form.staged else "*fp32"
+            out = f"*{dtype}" if form.staged or isinstance(form, WideForm) else "*fp32"
             types[name] = out if name.endswith("_OUT") else "*i32"
         else:
-            types[name] = "fp32" if name == "scale" else "i32"
+            types[name] = "fp32" if name in ("scale", "softcap") else "i32"
         if types[name].startswith("*") or name.startswith("stride"):
             aligned[(index,)] = [["tt.divisibility", 16]]
     return types, constants, aligned
 
 
-def compile_form(form: BackwardForm | QueryForm, dtype: str = "bf16") -> Any:
+def compile_form(form: AnyForm, dtype: str = "bf16") -> Any:
     kernel = hopper_bwd.hopper_bwd_kernel
     if isinstance(form, QueryForm):
         kernel = hopper_bwd_dq.hopper_bwd_dq_kernel
+    elif isinstance(form, WideForm):
+        kernel = hopper_bwd_wide.hopper_bwd_wide_kernel
     types, constants, aligned = signature(kernel, form, dtype)
     source = GluonASTSource(kernel, types, constexprs=constants, attrs=aligned)
     target = GPUTarget("cuda", 90, 32)

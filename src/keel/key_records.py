@@ -4,7 +4,7 @@ These are the records of the transposed mask: its rows are keys, and what a key 
 that see it. So tiles of keys begin on a grid or where documents do, blocks of rows anywhere, and a
 mask is two numbers per key, which stay in registers for a whole run.
 
-What differs: a tile shorter than KEYS masks the keys that it does not have, since they would add to
+What differs: a short tile masks the keys that it does not have, since they would add to
 dq; and a tile that nobody sees has no run, since its gradients are zeros without one.
 """
 
@@ -21,7 +21,7 @@ from keel.tile_records import ROWS, TileRecords, document_cuts, make_records
 from keel.tiling import PARTIAL_COST
 
 KEYS = ROWS
-"""Keys of a tile, two warpgroups of 64."""
+"""Keys of a tile, two warpgroups of 64, unless another number is asked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,27 +30,30 @@ class KeyRecords:
 
     records: TileRecords
     """Of the transposed mask, with blocks of block_n rows. In the place of the first run's row set,
-    tiles hold 1 where TMA may write: there are KEYS keys, or the tensor ends in the second half."""
+    tiles hold 1 where TMA may write: all keys are there, or the tensor ends in the second half."""
     tile_work: NDArray[np.float64]
     """(tiles,) in blocks of rows; partial ones count more."""
 
 
 @functools.lru_cache(maxsize=128)
-def key_records(mask: AttnMask, block_m: int) -> KeyRecords:
-    """The cheapest tiles of a mask for blocks of block_m rows."""
+def key_records(mask: AttnMask, block_m: int, tile_keys: int = KEYS) -> KeyRecords:
+    """The cheapest tiles of a mask for blocks of block_m rows; tile_keys: the most of a tile."""
     keys = transposed(mask).row_intervals()
-    grid = np.arange(0, mask.tk, KEYS)
+    grid = np.arange(0, mask.tk, tile_keys)
     cuts = [grid]
-    aligned = document_cuts(keys, mask.tk)
+    aligned = document_cuts(keys, mask.tk, tile_keys)
     if not np.array_equal(aligned, grid):
         cuts.append(aligned)
-    choices = [make_records(keys, mask.tk, c, block_m, short_are_partial=True) for c in cuts]
+    choices = [
+        make_records(keys, mask.tk, starts, block_m, tile_keys, short_are_partial=True)
+        for starts in cuts
+    ]
     records = min(choices, key=lambda choice: choice.time)
     tiles = records.tiles.copy()
     seen_by_none = tiles[:, 2] == len(records.runs) - 2
     tiles[seen_by_none, 3:5] = tiles[seen_by_none, 2:3]
     size = tiles[:, 1] - tiles[:, 0]
-    tiles[:, 5] = (size == KEYS) | ((tiles[:, 1] == mask.tk) & (size > KEYS // 2))
+    tiles[:, 5] = (size == tile_keys) | ((tiles[:, 1] == mask.tk) & (size > tile_keys // 2))
     records = replace(records, tiles=tiles)
     return KeyRecords(records, _tile_work(records))
 

@@ -21,15 +21,24 @@ pytestmark = [
     ),
 ]
 
-VARIANTS = [  # (d, dv), dtype, sink
-    ((128, None), torch.bfloat16, False),
-    ((128, None), torch.float16, True),
-    ((64, None), torch.bfloat16, True),
-    ((64, None), torch.float16, False),
-    ((96, None), torch.bfloat16, False),
-    ((40, None), torch.float16, False),
-    ((128, 64), torch.bfloat16, True),
-    ((64, 128), torch.bfloat16, False),
+VARIANTS = [  # (d, dv), dtype, sink, softcap
+    ((128, None), torch.bfloat16, False, 0.0),
+    ((128, None), torch.float16, True, 0.0),
+    ((64, None), torch.bfloat16, True, 0.0),
+    ((64, None), torch.float16, False, 0.0),
+    ((96, None), torch.bfloat16, False, 0.0),
+    ((40, None), torch.float16, False, 0.0),
+    ((128, 64), torch.bfloat16, True, 0.0),
+    ((64, 128), torch.bfloat16, False, 0.0),
+    ((128, None), torch.bfloat16, True, 1.5),
+    ((64, None), torch.float16, False, 0.7),
+    ((256, None), torch.bfloat16, False, 0.0),
+    ((256, None), torch.float16, True, 2.0),
+    ((192, None), torch.bfloat16, True, 0.0),
+    ((192, 128), torch.bfloat16, False, 0.0),
+    ((192, 128), torch.float16, True, 1.5),
+    ((136, 40), torch.float16, False, 0.0),
+    ((64, 256), torch.bfloat16, False, 0.0),
 ]
 
 
@@ -45,8 +54,8 @@ def no_portable_backward(monkeypatch):
 @pytest.mark.parametrize("variant", range(len(VARIANTS)))
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_random_masks(variant, deterministic):
-    """8 x 24 masks, every gradient, also with dq in a fixed order."""
-    (d, dv), dtype, sink = VARIANTS[variant]
+    """17 x 24 masks, every gradient, also with dq in a fixed order."""
+    (d, dv), dtype, sink, softcap = VARIANTS[variant]
     for seed in range(24):
         rng = random.Random(1000 * variant + seed)
         hk = rng.choice([1, 2, 3])
@@ -60,6 +69,7 @@ def test_random_masks(variant, deterministic):
             device="cuda",
             seed=seed,
             sink=sink,
+            softcap=softcap,
             scale=rng.choice([None, None, 0.3, -0.2, 0.0]),
             with_dlse=rng.random() < 0.3,
         )
@@ -67,7 +77,7 @@ def test_random_masks(variant, deterministic):
 
 
 @pytest.mark.usefixtures("no_portable_backward")
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "tiny"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_many_tiles(mask, d, deterministic):
@@ -86,7 +96,7 @@ def test_many_tiles(mask, d, deterministic):
 
 
 @pytest.mark.usefixtures("no_portable_backward")
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("mask", ["causal", "documents", "nothing much"])
 def test_fewer_sms(mask, d):
     """Blocks of threads that stay, many turns each and one; dk and dv as without a margin."""
@@ -107,7 +117,7 @@ def test_fewer_sms(mask, d):
 
 
 @pytest.mark.usefixtures("no_portable_backward")
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("bounds", [[0, 5, 700, 1301], [0, 4000]])
 def test_repeatable(bounds, d):
     """dk and dv always, dq where it is asked for; both ways give the same but for rounding."""
@@ -174,21 +184,42 @@ def test_graph():
         torch.testing.assert_close(got[0], expected[0], atol=1e-3, rtol=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("options", "dims"),
-    [({"softcap": 5.0}, 64), ({}, 256)],
-)
-def test_the_portable_backward_serves_the_rest(options, dims, monkeypatch):
+@pytest.mark.usefixtures("no_portable_backward")
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_softcap_at_its_limits(d, deterministic):
+    """Scores far beyond the cap, where its slope is 0, and far below, where it is 1."""
+    for scale, softcap in ((30.0, 1.0), (1.0, 2.0), (0.1, 200.0)):
+        case = Case(
+            mask=masks.causal(777), hq=6, hk=2, d=d, dtype=torch.bfloat16, device="cuda",
+            scale=scale, softcap=softcap,
+        )  # fmt: skip
+        assert_right(case, backend="hopper", deterministic=deterministic)
+
+
+@pytest.mark.usefixtures("no_portable_backward")
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_wide_heads_many_times(softcap):
+    """What one consumer hands to the other is never older than it should be: the same bits again
+    and again, with all of the GPU at it."""
+    mask = masks.documents([0, 5, 1700, 4096], causal=True)
+    case = Case(mask=mask, hq=16, hk=4, d=256, dtype=torch.bfloat16, device="cuda", softcap=softcap)
+    first = run_case(case, backend="hopper")
+    for _ in range(50):
+        again = run_case(case, backend="hopper")
+        assert all(torch.equal(first[n], again[n]) for n in ("dq", "dk", "dv"))
+
+
+def test_the_portable_backward_serves_the_rest(monkeypatch):
+    """More tiles than a grid has room for."""
+
     def refuse(*args, **kwargs):
         raise AssertionError("the Hopper backward was called")
 
     monkeypatch.setattr(hopper_bwd_launch, "backward", refuse)
-    softcap = options.pop("softcap", 0.0)
-    case = Case(
-        mask=masks.causal(300), hq=4, hk=2, d=dims, dtype=torch.bfloat16, device="cuda",
-        softcap=softcap,
-    )  # fmt: skip
-    assert_right(case, backend="hopper", **options)
+    monkeypatch.setattr(hopper_bwd_launch, "MAX_TILES", 4)
+    case = Case(mask=masks.causal(300), hq=4, hk=2, d=128, dtype=torch.bfloat16, device="cuda")
+    assert_right(case, backend="hopper")
 
 
 @pytest.mark.usefixtures("no_portable_backward")

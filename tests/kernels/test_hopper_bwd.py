@@ -16,12 +16,14 @@ import pytest
 import torch
 
 from keel import masks, ops
-from keel.kernels import flash_bwd, hopper_bwd_launch, hopper_dq_launch
+from keel.kernels import flash_bwd, hopper_bwd_launch, hopper_dq_launch, hopper_launch
 from keel.kernels.blocked import backward as blocked_backward
 from keel.key_records import KEYS, key_records
 from keel.masks import AttnMask, AttnSlice
 from keel.meta import Scoring
 from keel.reference import attention
+
+LOG2E = 1.4426950408889634
 
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
@@ -49,35 +51,52 @@ def work_of(prepared: Any) -> Iterator[tuple[int, int]]:
             yield work // in_a_section * section + in_section % section, in_section // section
 
 
+def probabilities(s: torch.Tensor, lse2: torch.Tensor, given: Any) -> tuple[Any, Any]:
+    """p of products s, and p times the slope of the softcap."""
+    form, scaled = given["FORM"], s * given["scale"]
+    assert form.has_softcap == (given["softcap"] > 0)
+    if not form.has_softcap:
+        p = torch.exp2(scaled * LOG2E - lse2)
+        return p, p
+    tanh = torch.tanh(scaled / given["softcap"])
+    p = torch.exp2(tanh * given["softcap"] * LOG2E - lse2)
+    return p, p * (1 - tanh**2)
+
+
 def walk(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """What hopper_bwd_kernel does, on the same arguments."""
+    """What hopper_bwd_kernel and hopper_bwd_wide_kernel do, on the same arguments."""
     given, form = prepared.arguments, prepared.arguments["FORM"]
+    num_keys = form.parts * 64
     q, k, v, do = (tensors[name].double() for name in ("Q", "K", "V", "DO"))
     lse2, delta = tensors["LSE2"].double(), tensors["DELTA"].double()
-    lo, hi = (given[n].view(-1, KEYS) for n in ("KEY_LO", "KEY_HI"))
+    lo, hi = (given[n].view(-1, num_keys) for n in ("KEY_LO", "KEY_HI"))
     tiles, runs = given["TILES"].tolist(), given["RUNS"].tolist()
     scale, tq, tk = given["scale"], len(q), len(k)
     assert given["tq"] == tq
-    assert prepared.left_out == (() if form.staged else ("DK", "DV"))
+    wide = max(q.shape[2], v.shape[2]) > 128
+    assert set(prepared.left_out) == ({"DQ32"} if wide else set()) | (
+        set() if form.staged else {"DK", "DV"}
+    )
     assert form.with_dq == (tensors["DQ32"] is not None)
     for lane, y in work_of(prepared):
         key, key_end, first, split, last, whole = tiles[y][:6]
         if form.staged and whole:  # TMA clips at the end of the tensor
-            assert key_end == min(key + KEYS, tk)
+            assert key_end == min(key + num_keys, tk)
         kv_head = lane // given["splits"]
-        keys = torch.arange(key, min(key + KEYS, tk))  # all that TMA brings
+        keys = torch.arange(key, min(key + num_keys, tk))  # all that TMA brings
         dk, dv = (torch.zeros(len(keys), x.shape[2], dtype=x.dtype) for x in (k, v))
         for head in range(lane * given["heads_each"], (lane + 1) * given["heads_each"]):
             for run in range(first, last):
                 begin, end, key_set, _ = runs[run]
                 for row in range(begin, end, form.bm):
                     rows = torch.arange(row, min(row + form.bm, tq))
-                    s = q[rows, head] @ k[keys, kv_head].T * scale
-                    p = torch.exp2(s * 1.4426950408889634 - lse2[head, rows][:, None])
+                    s = q[rows, head] @ k[keys, kv_head].T
+                    p, weight = probabilities(s, lse2[head, rows][:, None], given)
                     if run >= split:
                         low, high = (b[key_set, : len(keys)] for b in (lo, hi))
-                        p = torch.where((rows[:, None] >= low) & (rows[:, None] < high), p, 0.0)
-                    ds = p * (do[rows, head] @ v[keys, kv_head].T - delta[head, rows][:, None])
+                        sees = (rows[:, None] >= low) & (rows[:, None] < high)
+                        p, weight = (torch.where(sees, x, 0.0) for x in (p, weight))
+                    ds = weight * (do[rows, head] @ v[keys, kv_head].T - delta[head, rows][:, None])
                     dv += p.T @ do[rows, head]
                     dk += ds.T @ q[rows, head]
                     if form.with_dq:
@@ -105,8 +124,8 @@ def walk_queries(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
             for key in range(begin, end, form.bn):
                 keys = torch.arange(key, min(key + form.bn, len(k)))
                 kv_head = head // given["group"]
-                s = q[rows, head] @ k[keys, kv_head].T * given["scale"]
-                p = torch.exp2(s * 1.4426950408889634 - lse2[head, rows][:, None])
+                s = q[rows, head] @ k[keys, kv_head].T
+                _, p = probabilities(s, lse2[head, rows][:, None], given)
                 if run >= split:
                     low, high = (b[row_set, : len(rows), None] for b in (lo, hi))
                     p = torch.where((keys >= low) & (keys < high), p, 0.0)
@@ -131,36 +150,43 @@ MASKS = {
 
 @interpreted
 @pytest.mark.parametrize(
-    ("d", "dv", "splits", "margin", "deterministic"),
+    ("d", "dv", "splits", "margin", "deterministic", "softcap"),
     [  # margins of 4 SMs
-        (64, 64, 1, 0, False),
-        (128, 128, 1, 2, False),
-        (128, 128, 2, 0, True),
-        (96, 40, 4, 1, False),
-        (64, 64, 1, 1, True),
+        (64, 64, 1, 0, False, 0.0),
+        (128, 128, 1, 2, False, 0.0),
+        (128, 128, 2, 0, True, 1.5),
+        (96, 40, 4, 1, False, 0.0),
+        (64, 64, 1, 1, True, 0.0),
+        (64, 64, 1, 0, False, 0.7),
+        (136, 128, 2, 0, False, 0.0),
+        (192, 256, 1, 1, True, 2.0),
     ],
 )
 @pytest.mark.parametrize("name", MASKS)
-def test_gradients_of_the_records(name, d, dv, splits, margin, deterministic, monkeypatch):
+def test_gradients_of_the_records(name, d, dv, splits, margin, deterministic, softcap, monkeypatch):
     mask, hq, hk = MASKS[name], 4, 1 if d == 96 else 2
     torch.manual_seed(0)
     q = torch.randn(mask.tq, hq, d).half()
     k, v = torch.randn(mask.tk, hk, d).half(), torch.randn(mask.tk, hk, dv).half()
     dout = torch.randn(mask.tq, hq, dv).half()
-    scoring = Scoring(scale=d**-0.5)
+    scoring = Scoring(scale=d**-0.5, softcap=softcap)
     exact = [x.double() for x in (dout, q, k, v)]
     out, lse, _ = attention(*exact[1:], mask, scoring)
     delta = (exact[0] * out).sum(-1)
     expected = blocked_backward(*exact, lse, delta, mask, scoring, want_dbias=False)[:3]
-    lse2 = torch.where(lse == -torch.inf, torch.inf, lse * 1.4426950408889634)
+    lse2 = torch.where(lse == -torch.inf, torch.inf, lse * LOG2E)
+
+    launched = []
 
     def launch(kernel: Any, key: Any, tensors: Any, prepare: Any) -> None:
+        launched.append(kernel.__name__)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         prepared = prepare()
         assert margin == 0 or prepared.grid[0] <= 4 - margin
         walks[kernel.__name__](prepared, tensors)
 
-    walks = {"hopper_bwd_kernel": walk, "hopper_bwd_dq_kernel": walk_queries}
+    walks = dict.fromkeys(("hopper_bwd_kernel", "hopper_bwd_wide_kernel"), walk)
+    walks["hopper_bwd_dq_kernel"] = walk_queries
     monkeypatch.setattr(hopper_bwd_launch, "launch", launch)
     monkeypatch.setattr(hopper_dq_launch, "launch", launch)
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
@@ -171,6 +197,9 @@ def test_gradients_of_the_records(name, d, dv, splits, margin, deterministic, mo
         sm_margin=margin,
         splits=splits,
     )
+    by_keys = "hopper_bwd_wide_kernel" if d > 128 else "hopper_bwd_kernel"
+    apart = deterministic or d > 128
+    assert launched == [by_keys, *(["hopper_bwd_dq_kernel"] if apart else [])]
     for ours, right in zip(grads, expected, strict=True):
         torch.testing.assert_close(ours.double(), right, rtol=2e-3, atol=2e-3)
     nobody = ~mask.to_dense().any(0)
@@ -207,6 +236,63 @@ def test_dq_apart_where_tiles_do_not_stay_together(mask, apart):
 
     assert faster(64, 128) is apart
     assert not faster(8, 128) and not faster(64, 64)
+    assert faster(8, 256)  # there is no other way
+
+
+@pytest.mark.parametrize(
+    ("d", "dv", "softcap", "tokens", "problem"),
+    [
+        (64, 64, 0.0, 100, None),
+        (128, 128, 5.0, 100, None),
+        (256, 256, 0.0, 100, None),
+        (192, 128, 5.0, 100, None),
+        (264, 64, 0.0, 100, "at most 256"),
+        (128, 128, 0.0, 65_535 * 64, None),
+        (128, 128, 0.0, 65_535 * 64 + 1, "more than 4194240"),
+        (256, 256, 0.0, 65_535 * 32, None),
+        (256, 256, 0.0, 65_535 * 32 + 1, "more than 2097120"),  # tiles of 64 keys
+    ],
+)
+def test_what_is_let_through(d, dv, softcap, tokens, problem, monkeypatch):
+    monkeypatch.setattr(hopper_launch, "machine_problem", lambda device: None)
+    q, k, v, dout = (
+        torch.empty(tokens, 1, dim, dtype=torch.bfloat16, device="meta") for dim in (d, d, dv, dv)
+    )
+    found = hopper_bwd_launch.backward_problem(dout, q, k, v, Scoring(softcap=softcap, scale=1.0))
+    assert (found is None) if problem is None else (problem in found)
+
+
+@pytest.mark.parametrize(
+    ("d", "dv", "name", "blocks", "tile"),
+    [  # columns of keys and of values; keys of a tile, rows of a block
+        (64, 64, "BackwardForm", (64, 64), (128, 128)),
+        (40, 96, "BackwardForm", (128, 128), (128, 64)),
+        (128, 128, "BackwardForm", (128, 128), (128, 64)),
+        (192, 128, "WideForm", (256, 128), (64, 64)),
+        (64, 136, "WideForm", (64, 256), (64, 64)),
+        (256, 256, "WideForm", (256, 256), (64, 64)),
+    ],
+)
+def test_forms(d, dv, name, blocks, tile):
+    form = hopper_bwd_launch.choose_backward_form(
+        *(d, dv), outs_match=True, persistent=False, with_dq=max(d, dv) <= 128, has_softcap=True
+    )
+    assert type(form).__name__ == name and form.has_softcap
+    assert (form.d, form.dv) == blocks and (form.dk_columns, form.dv_columns) == (d, dv)
+    assert (form.parts * 64, form.bm) == hopper_bwd_launch.tile_sizes(d, dv) == tile
+    queries = hopper_dq_launch.choose_query_form(
+        *(d, dv, 64), out_matches=True, persistent=False, has_softcap=True
+    )
+    assert (queries.d, queries.dv) == blocks and queries.columns == d and queries.has_softcap
+    if name == "WideForm":  # of 256 columns, 192 are multiplied where there are no more
+        assert form.short == queries.short == (128 < d <= 192)
+    # what the kernels ask for must fit: q, dout, keys, values, and what one consumer hands over
+    by_rows = 2 * (128 + 64 * queries.stages) * queries.d + 2 * (128 + 64 * queries.v_stages) * (
+        queries.dv
+    )
+    assert by_rows < 232_448 - 1024
+    if name == "WideForm":
+        assert 2 * 64 * (1 + form.stages) * (form.d + form.dv) + 32_768 < 232_448 - 1024
 
 
 def test_end_of_last():
@@ -239,12 +325,12 @@ def test_no_keys_give_zeros():
     ("options", "problem", "expected"),
     [
         ({}, None, "hopper"),
-        ({}, "softcap is not supported", "portable"),
+        ({}, "bias and ALiBi are not supported", "portable"),
         ({"deterministic": True}, None, "hopper"),
         ({"sm_margin": 4}, None, "hopper"),
         ({"backend": "triton"}, None, "portable"),
         ({"backend": "auto"}, None, "hopper"),
-        ({"backend": "auto"}, "softcap is not supported", "portable"),
+        ({"backend": "auto"}, "bias and ALiBi are not supported", "portable"),
     ],
 )
 def test_who_fills_gradients(options, problem, expected, monkeypatch):

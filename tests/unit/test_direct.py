@@ -324,6 +324,46 @@ def test_dq_in_a_fixed_order_is_repeated(
         assert dk.data_ptr() in sums and dv.data_ptr() in sums and dq.data_ptr() not in sums
 
 
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_wide_heads_have_kernels_of_their_own(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, softcap: float
+) -> None:
+    """Keys and values of 192 and 128 columns; both kernels get the softcap, and are repeated."""
+    monkeypatch.setattr(hopper_bwd_launch, "_splits_for", lambda *args: 1)
+    shapes = ((HQ, 192), (HK, 192), (HK, 128))
+    q, k, v = (torch.randn(TOKENS, *shape).bfloat16().requires_grad_() for shape in shapes)
+    out, _ = attend(q, k, v, softcap=softcap)
+    gradients(out, (q, k, v), torch.ones_like(out))
+    monkeypatch.setattr(direct, "gradients", None)
+    stub.launches.clear()
+    dout = torch.ones_like(out)
+    dq, dk, dv = gradients(out, (q, k, v), dout)
+    (*_, keys), (*_, queries) = stub.launches[1:]
+    assert [name for name, *_ in stub.launches] == [
+        *("row_terms_kernel", "hopper_bwd_wide_kernel", "hopper_bwd_dq_kernel")
+    ]
+    for given in (keys, queries):
+        assert all(map_of(x) in given for x in (q, k, v, dout))
+        assert given[-1].has_softcap == (softcap > 0) and softcap in given
+    assert [dk.data_ptr(), dv.data_ptr()] == [
+        x for x in keys if x in (dk.data_ptr(), dv.data_ptr())
+    ]
+    assert map_of(dq) in queries and dq.data_ptr() in queries
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_each_softcap_has_launches_of_its_own(stub: Stub, deterministic: bool) -> None:
+    q, k, v = (x.requires_grad_() for x in make())
+    for softcap in (5.0, 3.0):
+        out, _ = attend(q, k, v, softcap=softcap, deterministic=deterministic)
+        for _ in range(2):
+            stub.launches.clear()
+            gradients(out, (q, k, v), torch.ones_like(out))
+        kernels = [given for name, _, given in stub.launches if name.startswith("hopper")]
+        assert len(kernels) == 1 + deterministic
+        assert all(softcap in given and given[-1].has_softcap for given in kernels)
+
+
 def test_descriptors_are_bounded(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_maps, "MAX_ADDRESSES", 3)
     q, k, v = make()

@@ -14,19 +14,19 @@ from keel.key_records import KEYS, KeyRecords, key_records, transposed
 from keel.masks import AttnMask
 
 
-def covered(made: KeyRecords, mask: AttnMask) -> torch.Tensor:
+def covered(made: KeyRecords, mask: AttnMask, tile_keys: int) -> torch.Tensor:
     """How often the kernel lets a pair through, (tq, tk); pairs past the ends count as wrong.
 
-    Unlike the forward, the kernel adds all KEYS keys of a tile up, also those that a short one does
-    not have.
+    Unlike the forward, the kernel adds all keys of a tile up, also those that a short one does not
+    have.
     """
     records = made.records
-    count = torch.zeros(mask.tq + records.block_n, mask.tk + KEYS, dtype=torch.int64)
+    count = torch.zeros(mask.tq + records.block_n, mask.tk + tile_keys, dtype=torch.int64)
     for key, _, first, split, last, *_ in records.tiles.tolist():
         for run in range(first, last):
             begin, end, key_set, _ = records.runs[run].tolist()
             for row in range(begin, end, records.block_n):
-                block = count[row : row + records.block_n, key : key + KEYS]
+                block = count[row : row + records.block_n, key : key + tile_keys]
                 if run < split:
                     block += 1
                     continue
@@ -38,18 +38,22 @@ def covered(made: KeyRecords, mask: AttnMask) -> torch.Tensor:
 
 
 @settings(max_examples=150)
-@given(attn_masks(max_tokens=400), st.sampled_from([64, 128]))
-def test_every_pair_once(mask, block_m):
-    made = key_records(mask, block_m)
+@given(attn_masks(max_tokens=400), st.sampled_from([(64, KEYS), (128, KEYS), (64, 64)]))
+def test_every_pair_once(mask, sizes):
+    block_m, tile_keys = sizes
+    made = key_records(mask, block_m, tile_keys)
     records = made.records
-    assert torch.equal(covered(made, mask), mask.to_dense().long())
-    assert records.block_n == block_m
+    assert torch.equal(covered(made, mask, tile_keys), mask.to_dense().long())
+    assert records.block_n == block_m and records.rows == tile_keys
     keys = sorted((a, b) for a, b, *_ in records.tiles.tolist())
     assert [a for a, _ in keys[1:]] == [b for _, b in keys[:-1]]  # one after the other
-    assert (keys[0][0], keys[-1][1]) == (0, mask.tk) and all(0 < b - a <= KEYS for a, b in keys)
+    assert (keys[0][0], keys[-1][1]) == (0, mask.tk) and all(
+        0 < b - a <= tile_keys for a, b in keys
+    )
     for key, end, first, split, last, whole, *_ in records.tiles.tolist():
         assert first <= split <= last < len(records.runs)
-        assert whole == (end == key + KEYS or (end == mask.tk and end > key + KEYS // 2))
+        ends_there = end == mask.tk and end > key + tile_keys // 2
+        assert whole == (end == key + tile_keys or ends_there)
         seen = mask.to_dense()[:, key:end].any()
         assert (first < last) == bool(seen)
     blocks = (records.runs[:-2, 1] - records.runs[:-2, 0]).sum() / block_m

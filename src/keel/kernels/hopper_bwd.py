@@ -10,7 +10,8 @@ probabilities and their gradients are operands in registers of
 
 and only ds goes through shared memory, where both consumers find all of it for dq = ds k. Each of
 them makes half of dq and has TMA add it up in fp32; dk and dv are written once. dq may also be left
-to `hopper_bwd_dq`: the order in which TMA adds differs from run to run.
+to `hopper_bwd_dq`: the order in which TMA adds differs from run to run. Heads of more than 128
+columns are `hopper_bwd_wide`'s.
 
 A mask is the rows [lo, hi) that see a key, two numbers for each of the two keys of a thread. Blocks
 of rows that hang over the end are masked, as are keys that a short tile does not have. Keys that
@@ -34,8 +35,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from keel._versions import tma_add, tma_load, tma_store
 from keel.kernels.flash_common import LOG2E
-from keel.kernels.hopper_common import FIELDS, mark, place_of, wait_for, work_of
+from keel.kernels.hopper_common import (
+    FIELDS,
+    capped_with_slope,
+    hidden_zero,
+    mark,
+    place_of,
+    wait_for,
+    work_of,
+)
 from keel.kernels.hopper_common import PART as HALF
+from keel.kernels.hopper_staging import stage
 
 # fmt: off
 
@@ -70,6 +80,7 @@ class Inputs(NamedTuple):
 
 class Numbers(NamedTuple):
     scale: Any
+    softcap: Any
     tq: Any
     splits: Any
     heads_each: Any
@@ -113,13 +124,6 @@ def meet():
 
 
 @gluon.jit
-def hidden_zero():
-    """A zero that LLVM does not see through: it would keep addresses of keys in registers."""
-    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
-                                     pack=1)
-
-
-@gluon.jit
 def my_tile(inputs, numbers, form: gl.constexpr, work):
     """A lane is a key head, or a part of the query heads that share one.
 
@@ -160,7 +164,7 @@ def bring(inputs, numbers, ring, form: gl.constexpr, count, row, head):
     bring_numbers(inputs.LSE2, place, there, ring.lse2.index(stage), q_full)
     if count >= form.STAGES:
         wait_for(DO_FREE + stage)
-    mbarrier.expect(do_full, BM * form.D * 2)
+    mbarrier.expect(do_full, BM * form.DV * 2)
     tma_load(inputs.do, [row, head, 0], do_full, ring.do.index(stage))
     bring_numbers(inputs.DELTA, place, there, ring.delta.index(stage), do_full)
 
@@ -173,11 +177,11 @@ def bring_tile(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
     if form.PERSISTENT:
         if turn > 0:
             wait_for(KV_FREE)
-    mbarrier.expect(ring.k_full, 2 * HALF * form.D * 2)
-    for half in gl.static_range(2):
+    mbarrier.expect(ring.k_full, form.PARTS * HALF * form.D * 2)
+    for half in gl.static_range(form.PARTS):
         tma_load(inputs.k, [tile.key0 + half * HALF, kv_head, 0], ring.k_full, ring.k.index(half))
-    mbarrier.expect(ring.v_full, 2 * HALF * form.D * 2)
-    for half in gl.static_range(2):
+    mbarrier.expect(ring.v_full, form.PARTS * HALF * form.DV * 2)
+    for half in gl.static_range(form.PARTS):
         tma_load(inputs.v, [tile.key0 + half * HALF, kv_head, 0], ring.v_full, ring.v.index(half))
     head = tile.lane * numbers.heads_each
     end_head = head + numbers.heads_each
@@ -219,9 +223,9 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
 
 
 @gluon.jit
-def bounds(inputs, run, mine):
+def bounds(inputs, form: gl.constexpr, run, mine):
     """Rows [lo, hi) that the keys of a run see."""
-    keys = gl.load(inputs.RUNS + run * 4 + 2) * (2 * HALF) + mine
+    keys = gl.load(inputs.RUNS + run * 4 + 2) * (form.PARTS * HALF) + mine
     return gl.load(inputs.KEY_LO + keys), gl.load(inputs.KEY_HI + keys)
 
 
@@ -247,51 +251,40 @@ def seen(s, row, lo, hi):
 
 
 @gluon.jit
-def probability(s, ring, stage, half: gl.constexpr, row, lo, hi, scale2, MASKED: gl.constexpr):
+def probability(s, numbers, ring, form: gl.constexpr, stage, half: gl.constexpr, row, lo, hi,
+                MASKED: gl.constexpr):
+    """(p, what dp - delta is multiplied by: p times the slope of capped scores)."""
     row_l: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    if form.HAS_SOFTCAP:
+        s, slope = capped_with_slope(s, numbers.scale, numbers.softcap)
+        scale2 = LOG2E
+    else:
+        scale2 = numbers.scale * LOG2E
     if MASKED:
         s = seen(s, row + half * HALF, lo, hi)
     # Row vectors lie along columns here, many registers each: they are read where they are used.
     lse2 = ring.lse2.index(stage).slice(half * HALF, HALF).load(row_l)
-    return gl.exp2(s * scale2 - lse2[None, :])
+    p = gl.exp2(s * scale2 - lse2[None, :])
+    if form.HAS_SOFTCAP:
+        return p, p * slope
+    else:
+        return p, p
 
 
 @gluon.jit
-def score_gradient(p, dp, ring, form: gl.constexpr, stage, half: gl.constexpr, place):
+def score_gradient(weight, dp, ring, form: gl.constexpr, stage, half: gl.constexpr, place):
     """ds, also into its place in shared memory where dq is wanted."""
-    delta = ring.delta.index(stage).slice(half * HALF, HALF).load(gl.SliceLayout(0, p.type.layout))
-    ds = (p * (dp - delta[None, :])).to(ring.k.dtype)
+    row_l: gl.constexpr = gl.SliceLayout(0, dp.type.layout)
+    delta = ring.delta.index(stage).slice(half * HALF, HALF).load(row_l)
+    ds = (weight * (dp - delta[None, :])).to(ring.k.dtype)
     if form.WITH_DQ:
         ring.ds.index(place).store(ds)
     return ds
 
 
-STAGED_DQ = gl.constexpr(gl.SharedLinearLayout(
-    [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4 ^ 16], [2, 8], [4, 16],
-     [8, 0], [16, 0], [32, 0], [0, 32]]))
-"""Rows of 128 bytes as TMA swizzles them, with odd rows' columns 16..31 of 32 first."""
-
-
-@gluon.jit
-def stage_dq(staged, dq):
-    """fp32 into the swizzle of TMA without bank conflicts.
-
-    A quarter of a store writes 32 bytes of each of four rows. The swizzle sends rows 2n and 2n + 1 to
-    the same banks: so odd rows write columns 16 to 31 while even ones write columns 0 to 15.
-    """
-    t = dq.reshape([HALF, HALF // 32, 2, 16]).permute((0, 1, 3, 2))
-    low, high = gl.split(t)
-    L: gl.constexpr = low.type.layout
-    rows = gl.arange(0, HALF, gl.SliceLayout(1, gl.SliceLayout(2, L)))
-    odd = (rows & 1 == 1)[:, None, None]
-    t = gl.join(gl.where(odd, high, low), gl.where(odd, low, high)).permute((0, 1, 3, 2))
-    x = gl.convert_layout(t.reshape([HALF, HALF]), dq.type.layout)
-    staged._reinterpret(gl.float32, [HALF, HALF], STAGED_DQ).store(x)
-
-
 @gluon.jit
 def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, count, row, head,
-         lo, hi, scale2, MASKED: gl.constexpr, s_l: gl.constexpr, a_l: gl.constexpr):
+         lo, hi, MASKED: gl.constexpr, s_l: gl.constexpr, a_l: gl.constexpr):
     """What a block of rows adds to dk, dv and dq: 64 rows, or twice 64."""
     BM: gl.constexpr = form.BM
     D: gl.constexpr = form.D
@@ -314,26 +307,26 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
     dp = warpgroup_mma(v_mine, do0.permute((1, 0)), zero, use_acc=False, is_async=True)
     if PARTS == 1:
         s = warpgroup_mma_wait(1, [s])
-        p = probability(s, ring, stage, 0, row, lo, hi, scale2, MASKED)
+        p, weight = probability(s, numbers, ring, form, stage, 0, row, lo, hi, MASKED)
         dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do0, dv, is_async=True)
         dp = warpgroup_mma_wait(1, [dp])
-        ds = score_gradient(p, dp, ring, form, stage, 0, buffer + cid)
+        ds = score_gradient(weight, dp, ring, form, stage, 0, buffer + cid)
     else:
         q1 = q.slice(HALF, HALF)
         do1 = do.slice(HALF, HALF)
         s1 = warpgroup_mma(k_mine, q1.permute((1, 0)), zero, use_acc=False, is_async=True)
         dp1 = warpgroup_mma(v_mine, do1.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(3, [s])
-        p = probability(s, ring, stage, 0, row, lo, hi, scale2, MASKED)
+        p, weight = probability(s, numbers, ring, form, stage, 0, row, lo, hi, MASKED)
         dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do0, dv, is_async=True)
         dp = warpgroup_mma_wait(3, [dp])
-        ds = score_gradient(p, dp, ring, form, stage, 0, buffer + 2 * cid)
+        ds = score_gradient(weight, dp, ring, form, stage, 0, buffer + 2 * cid)
         dk = warpgroup_mma(gl.convert_layout(ds, a_l), q0, dk, is_async=True)
         s1 = warpgroup_mma_wait(3, [s1])
-        p1 = probability(s1, ring, stage, 1, row, lo, hi, scale2, MASKED)
+        p1, weight1 = probability(s1, numbers, ring, form, stage, 1, row, lo, hi, MASKED)
         dv = warpgroup_mma(gl.convert_layout(p1.to(ring.k.dtype), a_l), do1, dv, is_async=True)
         dp1 = warpgroup_mma_wait(3, [dp1])
-        ds = score_gradient(p1, dp1, ring, form, stage, 1, buffer + 2 * cid + 1)
+        ds = score_gradient(weight1, dp1, ring, form, stage, 1, buffer + 2 * cid + 1)
     if not form.WITH_DQ:
         dk = warpgroup_mma(gl.convert_layout(ds, a_l), q.slice(BM - HALF, HALF), dk, is_async=True)
         dv = warpgroup_mma_wait(1, [dv])
@@ -358,7 +351,7 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
         dq = warpgroup_mma_wait(1, [dq])
         tma.store_wait(0)  # the dq before this one has left shared memory
         staged = ring.dq.index(cid)
-        stage_dq(staged, dq)
+        stage(staged, dq)
         fence_async_shared()
         if PARTS == 1:
             tma_add(inputs.dq, [row, head, cid * HALF], staged)
@@ -370,10 +363,12 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
 
 
 @gluon.jit
-def write_rows(POINTER, x, first, end, lane, num_lanes, COLUMNS: gl.constexpr):
+def write_rows(POINTER, x, first, end, lane, num_lanes, COLUMNS: gl.constexpr,
+               BEGIN: gl.constexpr = 0):
+    """x from column BEGIN on, into rows of COLUMNS."""
     layout: gl.constexpr = x.type.layout
     rows = first + gl.arange(0, HALF, gl.SliceLayout(1, layout))
-    dim = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    dim = BEGIN + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
     place = POINTER + ((rows.to(gl.int64) * num_lanes + lane) * COLUMNS)[:, None] + dim[None, :]
     inside = (rows < end)[:, None] & (dim < COLUMNS)[None, :]
     gl.store(place, x.to(POINTER.dtype.element_ty), mask=inside)
@@ -419,7 +414,6 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_l, k_width=2)
     tile = my_tile(inputs, numbers, form, work)
-    scale2 = numbers.scale * LOG2E
     mine = cid * HALF + gl.arange(0, HALF, gl.SliceLayout(1, s_l))
     dk = gl.zeros([HALF, D], gl.float32, kv_l)
     dv = gl.zeros([HALF, D], gl.float32, kv_l)
@@ -431,21 +425,21 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
         run = tile.first
         row = gl.load(inputs.RUNS + run * 4)
         end = gl.load(inputs.RUNS + run * 4 + 1)
-        lo, hi = bounds(inputs, tile.split, mine)
+        lo, hi = bounds(inputs, form, tile.split, mine)
         while run < tile.last:  # not a loop for each kind of run: see the forward
             next_row = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
             next_end = gl.load(inputs.RUNS + run * 4 + 5)
             if run < tile.split:
                 while row < end:
                     dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, lo,
-                                  hi, scale2, False, s_l, a_l)
+                                  hi, False, s_l, a_l)
                     row += BM
                     count += 1
             else:
-                next_lo, next_hi = bounds(inputs, run + 1, mine)
+                next_lo, next_hi = bounds(inputs, form, run + 1, mine)
                 while row < end:
                     dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, lo,
-                                  hi, scale2, True, s_l, a_l)
+                                  hi, True, s_l, a_l)
                     row += BM
                     count += 1
                 lo = next_lo
@@ -491,7 +485,7 @@ NUMBERS = ["tq", "splits", "heads_each", "num_tiles", "section", "num_lanes"]
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_bwd_kernel(
     Q, K, V, DO, DQ32, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS, KEY_LO, KEY_HI,
-    scale, tq, splits, heads_each, num_tiles, section, num_lanes,
+    scale, tq, splits, heads_each, num_tiles, section, num_lanes, softcap,
     FORM: gl.constexpr,
 ):
     D: gl.constexpr = FORM.D
@@ -527,7 +521,7 @@ def hopper_bwd_kernel(
     fence_async_shared()
     inputs = Inputs(Q, K, V, DO, DQ32, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS,
                     KEY_LO, KEY_HI)
-    numbers = Numbers(scale, tq, splits, heads_each, num_tiles, section, num_lanes)
+    numbers = Numbers(scale, softcap, tq, splits, heads_each, num_tiles, section, num_lanes)
     gl.warp_specialize([
         (first_consumer, (inputs, numbers, ring, FORM)),
         (second_consumer, (inputs, numbers, ring, FORM)),

@@ -4,6 +4,9 @@
 run. Here a block of threads keeps 128 queries and their dout, and keys and values pass by, over the
 tiles of the forward. That costs scores and dp once more: seven products where one pass takes five.
 
+Values are done with before keys, so that they need fewer stages where memory is short: one with
+head dims of 256, of which the next block comes while ds and dq of this one are made.
+
 One warp, the producer, brings everything by TMA. Two warpgroups of consumers own 64 rows each and
 share nothing but keys and values. Scores are (rows, keys), so that ds is an operand in registers of
 dq += ds k.
@@ -19,13 +22,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from keel._versions import tma_load, tma_store
 from keel.kernels.flash_common import LOG2E
-from keel.kernels.hopper_common import FIELDS, hide, mark, place_of, wait_for, work_of
+from keel.kernels.hopper_common import (
+    FIELDS,
+    add_product,
+    capped_with_slope,
+    hidden_zero,
+    hide,
+    mark,
+    no_sums,
+    place_of,
+    scores,
+    wait_for,
+    work_of,
+)
 from keel.kernels.hopper_common import PART as HALF
 
 # fmt: off
@@ -56,6 +70,7 @@ class Inputs(NamedTuple):
 
 class Numbers(NamedTuple):
     scale: Any
+    softcap: Any
     tq: Any
     num_tiles: Any
     section: Any
@@ -115,7 +130,7 @@ def bring_tile(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
     mbarrier.expect(ring.q_full, 2 * HALF * form.D * 2)
     for half in gl.static_range(2):
         tma_load(inputs.q, [tile.row0 + half * HALF, tile.head, 0], ring.q_full, ring.q.index(half))
-    mbarrier.expect(ring.do_full, 2 * HALF * form.D * 2)
+    mbarrier.expect(ring.do_full, 2 * HALF * form.DV * 2)
     for half in gl.static_range(2):
         tma_load(inputs.do, [tile.row0 + half * HALF, tile.head, 0], ring.do_full,
                  ring.do.index(half))
@@ -130,10 +145,11 @@ def bring_tile(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
                 wait_for(K_FREE + stage)
             mbarrier.expect(ring.k_full.index(stage), form.BN * form.D * 2)
             tma_load(inputs.k, [key, kv_head, 0], ring.k_full.index(stage), ring.k.index(stage))
-            if count >= form.STAGES:
-                wait_for(V_FREE + stage)
-            mbarrier.expect(ring.v_full.index(stage), form.BN * form.D * 2)
-            tma_load(inputs.v, [key, kv_head, 0], ring.v_full.index(stage), ring.v.index(stage))
+            v_stage = count % form.V_STAGES
+            if count >= form.V_STAGES:
+                wait_for(V_FREE + v_stage)
+            mbarrier.expect(ring.v_full.index(v_stage), form.BN * form.DV * 2)
+            tma_load(inputs.v, [key, kv_head, 0], ring.v_full.index(v_stage), ring.v.index(v_stage))
             key += form.BN
             count += 1
         key = next_key
@@ -157,7 +173,11 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         count = bring_tile(inputs, numbers, ring, form, 0, 0, count)
     for block in range(gl.maximum(count - form.STAGES, 0), count):  # marks nobody waited for
         wait_for(K_FREE + block % form.STAGES)
-        wait_for(V_FREE + block % form.STAGES)
+        if form.V_STAGES == form.STAGES:
+            wait_for(V_FREE + block % form.V_STAGES)
+    if form.V_STAGES < form.STAGES:
+        for block in range(gl.maximum(count - form.V_STAGES, 0), count):
+            wait_for(V_FREE + block % form.V_STAGES)
 
 
 @gluon.jit
@@ -167,40 +187,51 @@ def bounds(inputs, row_set, mine):
 
 
 @gluon.jit
-def step(cid: gl.constexpr, ring, form: gl.constexpr, dq, count, key, lo, hi, lse2, delta, scale2,
-         MASKED: gl.constexpr, s_l: gl.constexpr, a_l: gl.constexpr):
+def step(cid: gl.constexpr, numbers, ring, form: gl.constexpr, dq, count, key, lo, hi, lse2, delta,
+         scale2, MASKED: gl.constexpr, s_l: gl.constexpr):
     """What a block of keys adds to dq."""
     BN: gl.constexpr = form.BN
     D: gl.constexpr = form.D
     stage = count % form.STAGES
-    phase = (count // form.STAGES) & 1
+    v_stage = count % form.V_STAGES
+    if form.V_STAGES == 1:  # nor should these addresses be known before the loops
+        v_stage = hidden_zero()
     zero = gl.zeros([HALF, BN], gl.float32, s_l)
     k = ring.k.index(stage).reshape([BN, D])
-    v = ring.v.index(stage).reshape([BN, D])
-    q = ring.q.index(cid).reshape([HALF, D])
-    do = ring.do.index(cid).reshape([HALF, D])
-    mbarrier.wait(ring.k_full.index(stage), phase)
-    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    mbarrier.wait(ring.v_full.index(stage), phase)
-    dp = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+    v = ring.v.index(v_stage).reshape([BN, form.DV])
+    # addresses of wide blocks would take too many registers, if they were kept
+    mine = cid + hidden_zero() if form.D + form.DV > 256 else cid
+    q = ring.q.index(mine).reshape([HALF, D])
+    do = ring.do.index(mine).reshape([HALF, form.DV])
+    mbarrier.wait(ring.k_full.index(stage), (count // form.STAGES) & 1)
+    s = scores(q, k, zero, form.SHORT)
+    mbarrier.wait(ring.v_full.index(v_stage), (count // form.V_STAGES) & 1)
+    dp = scores(do, v, zero, False)
     s = warpgroup_mma_wait(1, [s])
-    if MASKED:
-        s = hide(s, key, lo, hi)
-    p = gl.exp2(s * scale2 - lse2[:, None])
+    if form.HAS_SOFTCAP:
+        s, slope = capped_with_slope(s, numbers.scale, numbers.softcap)
+        p = gl.exp2(s * LOG2E - lse2[:, None]) * slope
+        if MASKED:  # last: until then slopes take as many registers as scores
+            p = hide(p, key, lo, hi, 0.0)
+    else:
+        if MASKED:
+            s = hide(s, key, lo, hi)
+        p = gl.exp2(s * scale2 - lse2[:, None])
     dp = warpgroup_mma_wait(0, [dp])
-    mark(V_FREE + stage)
+    mark(V_FREE + v_stage)
     ds = (p * (dp - delta[:, None])).to(ring.k.dtype)
-    dq = warpgroup_mma(gl.convert_layout(ds, a_l), k, dq, is_async=True)
-    dq = warpgroup_mma_wait(0, [dq])
+    dq = add_product(ds, k, dq, form.SHORT)
     mark(K_FREE + stage)
     return dq
 
 
 @gluon.jit
-def write_directly(cid: gl.constexpr, inputs, numbers, form: gl.constexpr, tile, dq):
+def write_directly(cid: gl.constexpr, inputs, numbers, form: gl.constexpr, tile, dq,
+                   BEGIN: gl.constexpr):
+    """From column BEGIN on."""
     layout: gl.constexpr = dq.type.layout
     rows = tile.row0 + cid * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
-    dim = gl.arange(0, form.D, gl.SliceLayout(0, layout))
+    dim = BEGIN + gl.arange(0, dq.shape[1], gl.SliceLayout(0, layout))
     place = (rows.to(gl.int64) * numbers.num_heads + tile.head) * form.COLUMNS
     inside = (rows < tile.row_end)[:, None] & (dim < form.COLUMNS)[None, :]
     gl.store(inputs.DQ + place[:, None] + dim[None, :], dq.to(inputs.DQ.dtype.element_ty),
@@ -208,19 +239,34 @@ def write_directly(cid: gl.constexpr, inputs, numbers, form: gl.constexpr, tile,
 
 
 @gluon.jit
+def write_all(cid: gl.constexpr, inputs, numbers, form: gl.constexpr, tile, dq):
+    write_directly(cid, inputs, numbers, form, tile, dq[0], 0)
+    if form.SHORT:
+        write_directly(cid, inputs, numbers, form, tile, dq[1], 128)
+
+
+@gluon.jit
 def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, dq):
     tile = my_tile(inputs, numbers, form, work)  # again: registers are scarce in the loops
-    dq = dq * numbers.scale
+    if form.SHORT:
+        dq = (dq[0] * numbers.scale, dq[1] * numbers.scale)
+    else:
+        dq = (dq[0] * numbers.scale,)
     if form.STAGED:
         if tile.row_end - tile.row0 == 2 * HALF:
             staged = ring.q.index(cid)  # read by this consumer alone, and not any more
-            staged.reshape([HALF, form.D]).store(dq.to(ring.q.dtype))
+            place = staged.reshape([HALF, form.D])
+            if form.SHORT:  # columns behind these are outside of the tensor
+                place.slice(0, 128, dim=1).store(dq[0].to(ring.q.dtype))
+                place.slice(128, 64, dim=1).store(dq[1].to(ring.q.dtype))
+            else:
+                place.store(dq[0].to(ring.q.dtype))
             fence_async_shared()
             tma_store(inputs.dq, [tile.row0 + cid * HALF, tile.head, 0], staged)
         else:
-            write_directly(cid, inputs, numbers, form, tile, dq)
+            write_all(cid, inputs, numbers, form, tile, dq)
     else:
-        write_directly(cid, inputs, numbers, form, tile, dq)
+        write_all(cid, inputs, numbers, form, tile, dq)
 
 
 @gluon.jit
@@ -229,9 +275,6 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
     BN: gl.constexpr = form.BN
     s_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
-    q_l: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, form.D, 16])
-    a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=q_l, k_width=2)
     tile = my_tile(inputs, numbers, form, work)
     scale2 = numbers.scale * LOG2E
     mine = cid * HALF + gl.arange(0, HALF, gl.SliceLayout(1, s_l))
@@ -240,7 +283,7 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
     place = tile.head.to(gl.int64) * numbers.tq + rows
     lse2 = gl.load(inputs.LSE2 + place, mask=there, other=float("inf"))
     delta = gl.load(inputs.DELTA + place, mask=there, other=0.0)
-    dq = gl.zeros([HALF, form.D], gl.float32, q_l)
+    dq = no_sums(form.D, form.SHORT)
     lo, hi = bounds(inputs, tile.row_set, mine)
     run = tile.first
     key = tile.key
@@ -252,15 +295,15 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
         next_end = gl.load(inputs.RUNS + run * 4 + 5)
         if run < tile.split:
             while key < end:
-                dq = step(cid, ring, form, dq, count, key, lo, hi, lse2, delta, scale2, False, s_l,
-                          a_l)
+                dq = step(cid, numbers, ring, form, dq, count, key, lo, hi, lse2, delta, scale2, False,
+                          s_l)
                 key += BN
                 count += 1
         else:
             next_lo, next_hi = bounds(inputs, gl.load(inputs.RUNS + run * 4 + 6), mine)
             while key < end:
-                dq = step(cid, ring, form, dq, count, key, lo, hi, lse2, delta, scale2, True, s_l,
-                          a_l)
+                dq = step(cid, numbers, ring, form, dq, count, key, lo, hi, lse2, delta, scale2, True,
+                          s_l)
                 key += BN
                 count += 1
             lo = next_lo
@@ -305,7 +348,7 @@ NUMBERS = ["tq", "num_tiles", "section", "num_heads", "group"]
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_bwd_dq_kernel(
     Q, K, V, DO, DQ, LSE2, DELTA, DQ_OUT, TILES, RUNS, ROW_LO, ROW_HI,
-    scale, tq, num_tiles, section, num_heads, group,
+    scale, tq, num_tiles, section, num_heads, group, softcap,
     FORM: gl.constexpr,
 ):
     D: gl.constexpr = FORM.D
@@ -314,22 +357,23 @@ def hopper_bwd_dq_kernel(
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     ring = Ring(
         q=gl.allocate_shared_memory(Q.dtype, [2, HALF, 1, D], Q.layout),
-        do=gl.allocate_shared_memory(DO.dtype, [2, HALF, 1, D], DO.layout),
+        do=gl.allocate_shared_memory(DO.dtype, [2, HALF, 1, FORM.DV], DO.layout),
         k=gl.allocate_shared_memory(K.dtype, [STAGES, BN, 1, D], K.layout),
-        v=gl.allocate_shared_memory(V.dtype, [STAGES, BN, 1, D], V.layout),
+        v=gl.allocate_shared_memory(V.dtype, [FORM.V_STAGES, BN, 1, FORM.DV], V.layout),
         q_full=gl.allocate_shared_memory(gl.int64, [1], barrier),
         do_full=gl.allocate_shared_memory(gl.int64, [1], barrier),
         k_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
-        v_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        v_full=gl.allocate_shared_memory(gl.int64, [FORM.V_STAGES, 1], barrier),
     )
     mbarrier.init(ring.q_full, 1)
     mbarrier.init(ring.do_full, 1)
     for i in gl.static_range(STAGES):
         mbarrier.init(ring.k_full.index(i), 1)
-        mbarrier.init(ring.v_full.index(i), 1)
+        if i < FORM.V_STAGES:
+            mbarrier.init(ring.v_full.index(i), 1)
     fence_async_shared()
     inputs = Inputs(Q, K, V, DO, DQ, LSE2, DELTA, DQ_OUT, TILES, RUNS, ROW_LO, ROW_HI)
-    numbers = Numbers(scale, tq, num_tiles, section, num_heads, group)
+    numbers = Numbers(scale, softcap, tq, num_tiles, section, num_heads, group)
     gl.warp_specialize([
         (first_consumer, (inputs, numbers, ring, FORM)),
         (second_consumer, (inputs, numbers, ring, FORM)),

@@ -28,15 +28,19 @@ from keel.meta import Scoring
 from keel.tile_records import TileRecords
 
 if TYPE_CHECKING:
-    from keel.kernels.hopper_common import BackwardForm
+    from keel.kernels.hopper_common import BackwardForm, WideForm
 
 Floats = NDArray[np.float64]
 
-MAX_TOKENS = 65_535 * 64
-"""Tiles are one dim of the grid, which ends there; two neighbours hold more than 128 tokens."""
+MAX_TILES = 65_535
+"""They are one dim of the grid, which ends there; two neighbours hold more tokens than fit one."""
 
 HALF = 64
 """Keys of one consumer."""
+
+NARROW = 128
+"""Up to this head dim, both consumers have dk and dv of their keys in registers; above it, one has
+dk and one has dv (`hopper_bwd_wide`)."""
 
 BLOCK_BESIDE = 2.0
 """What a block of threads costs beside its blocks of rows, in those (2.6 us of an H200's SM);"""
@@ -59,21 +63,27 @@ def backward_problem(
     problem = hopper_problem(q, k, v, scoring)
     if problem is not None:
         return problem
-    if max(q.shape[2], v.shape[2]) > 128:
-        return f"head dims are {q.shape[2]} and {v.shape[2]}, at most 128 are supported"
-    if scoring.softcap > 0:
-        return "softcap is not supported"
-    if max(q.shape[0], k.shape[0]) > MAX_TOKENS:
-        return f"{q.shape[0]} queries or {k.shape[0]} keys are more than {MAX_TOKENS}"
+    tile_keys, _ = tile_sizes(q.shape[2], v.shape[2])
+    if max(q.shape[0], k.shape[0]) > MAX_TILES * tile_keys // 2:
+        return (
+            f"{q.shape[0]} queries or {k.shape[0]} keys are more than {MAX_TILES * tile_keys // 2}"
+        )
     if dout.dtype != q.dtype or not can_be_described(dout):
         return f"dout is {dout.dtype} with strides {dout.stride()}, it must be like q"
     return None
 
 
+def tile_sizes(d: int, dim_v: int) -> tuple[int, int]:
+    """(keys of a tile, rows of a block) for head dims."""
+    block_d = max(block_of(d), block_of(dim_v))
+    return (2 * HALF, HALF * NARROW // block_d) if block_d <= NARROW else (HALF, HALF)
+
+
 def dq_apart(
     mask: AttnMask, q: torch.Tensor, v: torch.Tensor, hk: int, deterministic: bool, sm_margin: int
 ) -> bool:
-    """Whether dq has a kernel of its own: where its order must not change, or where that is faster.
+    """Whether dq has a kernel of its own: where its order must not change, or where that is faster,
+    and always for wide heads.
 
     With it every score is computed twice, but nothing of dq is read and written again and again.
     """
@@ -90,9 +100,11 @@ def _apart_is_faster(
     brings all of that from memory, which is not fast enough for dq, twice four bytes a number.
     """
     block_d = max(block_of(d), block_of(dim_v))
-    if hq == hk or block_d != 128 or mask.tq * hq * (6 * d + 2 * dim_v) <= 2 * l2:
+    if block_d > NARROW:
+        return True  # dk and dv leave no registers for it
+    if hq == hk or block_d != NARROW or mask.tq * hq * (6 * d + 2 * dim_v) <= 2 * l2:
         return False
-    by_keys = key_records(mask, HALF * 128 // block_d)
+    by_keys = key_records(mask, HALF)
     work = by_keys.tile_work
     if len(work) < 2 or work[min(len(work) - 1, sms // hk)] > STILL_TOGETHER * work[0]:
         return False
@@ -120,9 +132,9 @@ def choose_splits(tile_work: Floats, hk: int, group: int, sms: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _splits_for(mask: AttnMask, block_m: int, hk: int, group: int, sms: int) -> int:
+def _splits_for(mask: AttnMask, tile_keys: int, block_m: int, hk: int, group: int, sms: int) -> int:
     """Milliseconds of Python, so only once."""
-    return choose_splits(key_records(mask, block_m).tile_work, hk, group, sms)
+    return choose_splits(key_records(mask, block_m, tile_keys).tile_work, hk, group, sms)
 
 
 def _end_of_last(times: Floats, workers: int) -> float:
@@ -155,9 +167,10 @@ def backward(
     """Fills dq, dk, dv, as flash_bwd.backward, for what `backward_problem` lets through.
 
     dq is added up in fp32 in an order that differs from run to run, in dq32 (tq, hq, d), which is
-    full of zeros; it is made here if it is not given. With `deterministic`, dq has a kernel of its
-    own instead. dq, dk and dv are contiguous. The scale is > 0. A sink needs nothing here: lse2
-    knows of it, and its own gradient follows from lse and delta. The launches are added to `steps`.
+    full of zeros; it is made here if it is not given. With `deterministic`, and for wide heads, dq
+    has a kernel of its own instead. dq, dk and dv are contiguous. The scale is > 0. A sink needs
+    nothing here: lse2 knows of it, and its own gradient follows from lse and delta. The launches
+    are added to `steps`.
     """
     if 0 in (*q.shape[:2], k.shape[0]):  # nothing that a descriptor could describe
         for x in (dq, dk, dv):
@@ -166,13 +179,14 @@ def backward(
             steps.clear()
         return
     (_, hq, d), (tk, hk, dim_v) = q.shape, v.shape
-    block_d = max(block_of(d), block_of(dim_v))
-    block_m = HALF * 128 // block_d
-    records = key_records(mask, block_m).records
+    tile_keys, block_m = tile_sizes(d, dim_v)
+    records = key_records(mask, block_m, tile_keys).records
     if splits is None:
-        splits = _splits_for(mask, block_m, hk, hq // hk, num_sms(q.device) - sm_margin)
+        sms = num_sms(q.device) - sm_margin
+        splits = _splits_for(mask, tile_keys, block_m, hk, hq // hk, sms)
     if (hq // hk) % splits:
         raise ValueError(f"splits must divide the {hq // hk} query heads of a key head: {splits}")
+    deterministic |= max(d, dim_v) > NARROW
     if deterministic:
         dq32 = None
     elif dq32 is None:
@@ -183,18 +197,19 @@ def backward(
         for name, size in sizes.items():
             parts[name] = torch.empty(size, dtype=torch.float32, device=q.device)
     dk_out, dv_out = parts.get("DK_OUT", dk), parts.get("DV_OUT", dv)
-    given, scale = (dout, q, k, v), scoring.scale
+    given = (dout, q, k, v)
     dout, q, k, v = map(_for_tma, given)
     rows = (lse2, delta)
     launched = [
         _launch(
-            *(dout, q, k, v, *rows, mask, records, scale, splits, sm_margin, dq32, dk_out, dv_out)
+            *(dout, q, k, v, *rows, mask, records, scoring, splits, sm_margin),
+            *(dq32, dk_out, dv_out),
         )
     ]
     if deterministic:
-        launched.append(fill_dq(dout, q, k, v, *rows, mask, scale, dq=dq, sm_margin=sm_margin))
+        launched.append(fill_dq(dout, q, k, v, *rows, mask, scoring, dq=dq, sm_margin=sm_margin))
     if splits > 1 or not deterministic:
-        launched.append(gradient_sums(dq32, dq, dk_out, dk, dv_out, dv, scale, splits))
+        launched.append(gradient_sums(dq32, dq, dk_out, dk, dv_out, dv, scoring.scale, splits))
     if steps is not None:
         for recipe in launched:
             steps.add(recipe, **parts)
@@ -216,7 +231,7 @@ def _launch(
     delta: torch.Tensor,
     mask: AttnMask,
     records: TileRecords,
-    scale: float,
+    scoring: Scoring,
     splits: int,
     sm_margin: int,
     dq32: torch.Tensor | None,
@@ -224,16 +239,19 @@ def _launch(
     dv: torch.Tensor,
 ) -> Recipe:
     """dk and dv are contiguous, (tk, hk * splits, dim)."""
-    from keel.kernels.hopper_bwd import hopper_bwd_kernel
+    from keel.kernels import hopper_bwd, hopper_bwd_wide
 
+    kernel = hopper_bwd.hopper_bwd_kernel
+    if max(q.shape[2], v.shape[2]) > NARROW:
+        kernel = hopper_bwd_wide.hopper_bwd_wide_kernel
     return launch(
-        hopper_bwd_kernel,
-        (mask, scale, splits, sm_margin),
+        kernel,
+        (mask, scoring.scale, scoring.softcap, splits, sm_margin),
         {
             **{"Q": q, "K": k, "V": v, "DO": dout, "LSE2": lse2, "DELTA": delta, "DQ32": dq32},
             **{"DK": dk, "DV": dv, "DK_OUT": dk, "DV_OUT": dv},
         },
-        lambda: _prepare(q, k, v, dout, records, scale, splits, sm_margin, dq32, dk, dv),
+        lambda: _prepare(q, k, v, dout, records, scoring, splits, sm_margin, dq32, dk, dv),
     )
 
 
@@ -243,7 +261,7 @@ def _prepare(
     v: torch.Tensor,
     dout: torch.Tensor,
     records: TileRecords,
-    scale: float,
+    scoring: Scoring,
     splits: int,
     sm_margin: int,
     dq32: torch.Tensor | None,
@@ -256,6 +274,7 @@ def _prepare(
         outs_match=dk.dtype == dv.dtype == q.dtype,
         persistent=sm_margin > 0,
         with_dq=dq32 is not None,
+        has_softcap=scoring.softcap > 0,
     )
     lanes = hk * splits
     heads_each = hq // lanes
@@ -263,15 +282,17 @@ def _prepare(
         return None
     lane_bytes = tq * heads_each * (d + dim_v) * q.element_size()
     section = section_heads(lanes, lanes, lane_bytes, records.work, q.device)
-    tile, block = (HALF, form.d), (form.bm, form.d)
     streamed = {
-        **{"Q": describing(q, block), "DO": describing(dout, block)},
-        **{"K": describing(k, tile), "V": describing(v, tile)},
+        **{"Q": describing(q, (form.bm, form.d)), "DO": describing(dout, (form.bm, form.dv))},
+        **{"K": describing(k, (HALF, form.d)), "V": describing(v, (HALF, form.dv))},
     }
+    left_out = ["DQ32"] if max(d, dim_v) > NARROW else []  # no argument there
     if dq32 is not None:
         streamed["DQ32"] = describing(dq32, (HALF, HALF))
     if form.staged:
-        streamed |= {"DK": describing(dk, tile), "DV": describing(dv, tile)}
+        streamed |= {"DK": describing(dk, (HALF, form.d)), "DV": describing(dv, (HALF, form.dv))}
+    else:
+        left_out += ["DK", "DV"]
     num_tiles = len(records.tiles)
     grid: tuple[int, ...] = (section, num_tiles, lanes // section)
     if form.persistent:
@@ -280,25 +301,39 @@ def _prepare(
         grid,
         {
             **on_device(records, q.device, "KEY"),
-            **{"scale": scale, "tq": tq, "splits": splits, "heads_each": heads_each, "FORM": form},
-            **{"num_tiles": num_tiles, "section": section, "num_lanes": lanes},
+            **{"scale": scoring.scale, "softcap": scoring.softcap, "tq": tq, "FORM": form},
+            **{"splits": splits, "heads_each": heads_each, "num_lanes": lanes},
+            **{"num_tiles": num_tiles, "section": section},
         },
         num_warps=4,
         streamed=streamed,
-        left_out=() if form.staged else ("DK", "DV"),
+        left_out=tuple(left_out),
     )
 
 
 def choose_backward_form(
-    d: int, dim_v: int, *, outs_match: bool, persistent: bool, with_dq: bool
-) -> BackwardForm:
+    d: int,
+    dim_v: int,
+    *,
+    outs_match: bool,
+    persistent: bool,
+    with_dq: bool,
+    has_softcap: bool = False,
+) -> BackwardForm | WideForm:
     """What is compiled for head dims; outs_match: dk and dv have the dtype of q."""
-    from keel.kernels.hopper_common import BackwardForm
+    from keel.kernels.hopper_common import BackwardForm, WideForm
 
+    if max(d, dim_v) > NARROW:
+        return WideForm(
+            *(block_of(d), block_of(dim_v), d, dim_v),
+            persistent=persistent,
+            has_softcap=has_softcap,
+        )
     block_d = max(block_of(d), block_of(dim_v))
     return BackwardForm(
-        *(block_d, HALF * 128 // block_d, d, dim_v),
+        *(block_d, HALF * NARROW // block_d, d, dim_v),
         staged=outs_match,
         persistent=persistent,
         with_dq=with_dq,
+        has_softcap=has_softcap,
     )

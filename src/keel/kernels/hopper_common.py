@@ -7,6 +7,7 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from keel import tile_records
 from keel.kernels.flash_common import LOG2E
@@ -92,6 +93,58 @@ class BackwardForm(Constants):
     """Blocks of threads stay and take one tile after the other, on fewer SMs than there are."""
     with_dq: bool = True
     """Else `hopper_bwd_dq` makes it, in a fixed order."""
+    has_softcap: bool = False
+
+    @property
+    def dv(self) -> int:
+        """Columns of blocks of values."""
+        return self.d
+
+    @property
+    def parts(self) -> int:
+        """Of 64 keys, in a tile."""
+        return 2
+
+
+@dataclass(frozen=True)
+class WideForm(Constants):
+    """What a variant of dk and dv for wide heads is compiled for."""
+
+    d: int
+    """Columns of blocks of queries and keys, 64 to 256; heads may have fewer."""
+    dv: int
+    """Of values and dout."""
+    dk_columns: int
+    """Of heads."""
+    dv_columns: int
+    stages: int = 2
+    """Blocks of rows in shared memory, and of weights."""
+    persistent: bool = False
+    has_softcap: bool = False
+
+    @property
+    def bm(self) -> int:
+        """Rows of a block."""
+        return tile_records.PART
+
+    @property
+    def parts(self) -> int:
+        """Of 64 keys, in a tile: all are both consumers'."""
+        return 1
+
+    @property
+    def short(self) -> bool:
+        """The last quarter of queries and keys is zeros, and left out of products."""
+        return self.d == 256 and self.dk_columns <= 192
+
+    @property
+    def staged(self) -> bool:
+        """dk and dv are written as they lie in registers."""
+        return False
+
+    @property
+    def with_dq(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
@@ -99,16 +152,26 @@ class QueryForm(Constants):
     """What a variant of dq in a fixed order is compiled for."""
 
     d: int
-    """Columns of blocks, 64 or 128; heads may have fewer."""
+    """Columns of blocks of queries and keys, 64 to 256; heads may have fewer."""
+    dv: int
+    """Of values and dout."""
     bn: int
     """Keys of a block."""
     columns: int
     """Of heads."""
     stages: int = 2
-    """Blocks of keys and values in shared memory."""
+    """Blocks of keys in shared memory, and"""
+    v_stages: int = 2
+    """of values, which are done with earlier."""
     staged: bool = True
     """dq leaves through shared memory, in the place of its queries, by TMA."""
     persistent: bool = False
+    has_softcap: bool = False
+
+    @property
+    def short(self) -> bool:
+        """The last quarter of queries and keys is zeros, and left out of products."""
+        return self.d == 256 and self.columns <= 192
 
 
 @gluon.jit
@@ -143,6 +206,60 @@ def pass_turn(cid: gl.constexpr, form: gl.constexpr):
         gl.inline_asm_elementwise(
             f"bar.arrive {NUMBER}, 256; mov.u32 $0, 0;", "=r,~{memory}", [],
             dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def hidden_zero():
+    """A zero that LLVM does not see through: it would keep addresses of operands in registers."""
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
+                                     pack=1)
+
+
+@gluon.jit
+def scores(a, b, zero, SHORT: gl.constexpr):
+    """a bᵀ, under way; of 256 columns 192, if SHORT."""
+    if SHORT:
+        s = warpgroup_mma(a.slice(0, 128, dim=1), b.slice(0, 128, dim=1).permute((1, 0)), zero,
+                          use_acc=False, is_async=True)
+        return warpgroup_mma(a.slice(128, 64, dim=1), b.slice(128, 64, dim=1).permute((1, 0)), s,
+                             is_async=True)
+    else:
+        return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def zero_sums(COLUMNS: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
+    return gl.zeros([PART, COLUMNS], gl.float32, layout)
+
+
+@gluon.jit
+def no_sums(D: gl.constexpr, SHORT: gl.constexpr):
+    """Zeros for 64 rows: of all columns, or if SHORT of 128 and of 64, a power of two each."""
+    if SHORT:
+        return zero_sums(128), zero_sums(64)
+    else:
+        return (zero_sums(D),)
+
+
+@gluon.jit
+def add_product(a, b, sums, SHORT: gl.constexpr):
+    """sums += a b, complete; a in registers."""
+    a_l: gl.constexpr = gl.DotOperandLayout(
+        operand_index=0, parent=sums[0].type.layout, k_width=2)
+    a0 = gl.convert_layout(a, a_l)
+    if SHORT:
+        b_l: gl.constexpr = gl.DotOperandLayout(
+            operand_index=0, parent=sums[1].type.layout, k_width=2)
+        first = warpgroup_mma(a0, b.slice(0, 128, dim=1), sums[0], is_async=True)
+        rest = warpgroup_mma(gl.convert_layout(a, b_l), b.slice(128, 64, dim=1), sums[1],
+                             is_async=True)
+        first, rest = warpgroup_mma_wait(0, [first, rest])
+        return (first, rest)
+    else:
+        total = warpgroup_mma(a0, b, sums[0], is_async=True)
+        return (warpgroup_mma_wait(0, [total]),)
 
 
 @gluon.jit
@@ -245,7 +362,7 @@ def place_of(work, num_tiles, section):
 
 
 @gluon.jit
-def hide(s, key, lo, hi):
+def hide(s, key, lo, hi, INSTEAD: gl.constexpr = float("-inf")):
     """Scores of keys outside of [lo, hi) to -inf.
 
     A thread holds every eighth pair of columns. Seen as (rows, BN / 8, 8), the middle index is a
@@ -260,7 +377,7 @@ def hide(s, key, lo, hi):
     low = (gl.convert_layout(lo, row_l) - key)[:, None] - inner
     high = (gl.convert_layout(hi, row_l) - key)[:, None] - inner
     keep = (octet >= low[:, None, :]) & (octet < high[:, None, :])
-    return gl.convert_layout(gl.where(keep, t, float("-inf")).reshape([PART, BN]), s.type.layout)
+    return gl.convert_layout(gl.where(keep, t, INSTEAD).reshape([PART, BN]), s.type.layout)
 
 
 @gluon.jit
@@ -285,11 +402,24 @@ def lane_sums(p):
 
 @gluon.jit
 def capped(s, scale, softcap):
-    """softcap · tanh(s · scale / softcap); exp overflows to inf for large s: the right limit."""
+    """softcap · tanh(s · scale / softcap)."""
+    return softcap - 2.0 * softcap * _half_of_rest(s, scale, softcap)
+
+
+@gluon.jit
+def capped_with_slope(s, scale, softcap):
+    """Capped scores, and their derivative by s · scale: 1 - tanh², without a difference of two
+    numbers near 1 where scores are high."""
+    rest = _half_of_rest(s, scale, softcap)
+    return softcap - 2.0 * softcap * rest, 4.0 * rest * (1.0 - rest)
+
+
+@gluon.jit
+def _half_of_rest(s, scale, softcap):
+    """(1 - tanh(s · scale / softcap)) / 2; exp overflows to inf for large s: the right limit."""
     over = 1.0 + gl.exp2(s * (2.0 * LOG2E * scale / softcap))
-    inverse = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [over],
-                                        dtype=gl.float32, is_pure=True, pack=1)
-    return softcap - 2.0 * softcap * inverse
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [over],
+                                     dtype=gl.float32, is_pure=True, pack=1)
 
 
 # fmt: on

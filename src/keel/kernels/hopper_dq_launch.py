@@ -10,12 +10,15 @@ from keel.kernels.flash_common import num_sms, section_heads
 from keel.kernels.hopper_launch import block_of, describing, on_device
 from keel.kernels.launch import Prepared, Recipe, launch
 from keel.masks import AttnMask
+from keel.meta import Scoring
 from keel.tile_records import ROWS, best_records
 
 if TYPE_CHECKING:
     from keel.kernels.hopper_common import QueryForm
 
 BLOCK_NS = (64, 128)
+WIDE_BLOCK_NS = (64,)
+"""For head dims above 128: registers hold no more."""
 
 
 def fill_dq(
@@ -26,7 +29,7 @@ def fill_dq(
     lse2: torch.Tensor,
     delta: torch.Tensor,
     mask: AttnMask,
-    scale: float,
+    scoring: Scoring,
     *,
     dq: torch.Tensor,
     sm_margin: int = 0,
@@ -37,27 +40,42 @@ def fill_dq(
 
     return launch(
         hopper_bwd_dq_kernel,
-        (mask, scale, sm_margin, form),
+        (mask, scoring.scale, scoring.softcap, sm_margin, form),
         {
             **{"Q": q, "K": k, "V": v, "DO": dout, "DQ": dq, "DQ_OUT": dq},
             **{"LSE2": lse2, "DELTA": delta},
         },
-        lambda: _prepare(dout, q, k, v, mask, scale, dq, sm_margin, form),
+        lambda: _prepare(dout, q, k, v, mask, scoring, dq, sm_margin, form),
     )
 
 
 def choose_query_form(
-    d: int, dim_v: int, bn: int, *, out_matches: bool, persistent: bool
+    d: int,
+    dim_v: int,
+    bn: int,
+    *,
+    out_matches: bool,
+    persistent: bool,
+    has_softcap: bool = False,
 ) -> QueryForm:
     """What is compiled for head dims and blocks of bn keys; out_matches: dq has q's dtype."""
     from keel.kernels.hopper_common import QueryForm
 
-    block_d = max(block_of(d), block_of(dim_v))
+    block_d, block_dv = block_of(d), block_of(dim_v)
+    if max(d, dim_v) <= 128:
+        block_d = block_dv = max(block_d, block_dv)
+        stages = v_stages = 3 if bn == 64 else 2
+    else:
+        # 128 rows of q and dout take half of the shared memory or more: where both have 256
+        # columns, it ends after two blocks of keys and one of values
+        stages, v_stages = 2, 1 if block_d == block_dv else 2
     return QueryForm(
-        *(block_d, bn, d),
-        stages=3 if bn == 64 else 2,
+        *(block_d, block_dv, bn, d),
+        stages=stages,
+        v_stages=v_stages,
         staged=out_matches,
         persistent=persistent,
+        has_softcap=has_softcap,
     )
 
 
@@ -67,30 +85,32 @@ def _prepare(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: AttnMask,
-    scale: float,
+    scoring: Scoring,
     dq: torch.Tensor,
     sm_margin: int,
     form: QueryForm | None,
 ) -> Prepared | None:
     (tq, hq, d), (tk, hk, dim_v) = q.shape, v.shape
-    records = best_records(mask, BLOCK_NS if form is None else (form.bn,))
+    block_ns = BLOCK_NS if max(d, dim_v) <= 128 else WIDE_BLOCK_NS
+    records = best_records(mask, block_ns if form is None else (form.bn,))
     if form is None:
         form = choose_query_form(
             *(d, dim_v, records.block_n),
             out_matches=dq.dtype == q.dtype,
             persistent=sm_margin > 0,
+            has_softcap=scoring.softcap > 0,
         )
     num_tiles = len(records.tiles)
     if num_tiles * hq == 0:
         return None
     section = section_heads(hq, hk, tk * (d + dim_v) * k.element_size(), records.work, q.device)
-    rows, keys = (ROWS // 2, form.d), (form.bn, form.d)
+    rows = ROWS // 2
     streamed = {
-        **{"Q": describing(q, rows), "DO": describing(dout, rows)},
-        **{"K": describing(k, keys), "V": describing(v, keys)},
+        **{"Q": describing(q, (rows, form.d)), "DO": describing(dout, (rows, form.dv))},
+        **{"K": describing(k, (form.bn, form.d)), "V": describing(v, (form.bn, form.dv))},
     }
     if form.staged:
-        streamed["DQ"] = describing(dq, rows)
+        streamed["DQ"] = describing(dq, (rows, form.d))
     grid: tuple[int, ...] = (section, num_tiles, hq // section)
     if form.persistent:
         grid = (min(num_sms(q.device) - sm_margin, num_tiles * hq),)
@@ -98,7 +118,8 @@ def _prepare(
         grid,
         {
             **on_device(records, q.device),
-            **{"scale": scale, "tq": tq, "num_tiles": num_tiles, "section": section},
+            **{"scale": scoring.scale, "softcap": scoring.softcap, "tq": tq},
+            **{"num_tiles": num_tiles, "section": section},
             **{"num_heads": hq, "group": hq // hk, "FORM": form},
         },
         num_warps=4,
