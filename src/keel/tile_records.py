@@ -103,10 +103,10 @@ def best_records(mask: AttnMask, block_ns: tuple[int, ...], tile_rows: int = ROW
         make_records(rows, mask.tq, starts, n, tile_rows) for n in block_ns for starts in cuts
     ]
     best = min(choices, key=lambda records: records.time)
-    return best if tile_rows != 2 * PART else _with_needs(best)
+    return best if tile_rows != 2 * PART else with_needs(best)
 
 
-def _with_needs(records: TileRecords) -> TileRecords:
+def with_needs(records: TileRecords) -> TileRecords:
     """Runs with what each part of the rows needs of them."""
     key, end, row_set = records.runs[:, :3].T.astype(np.int64)
     nothing = records.row_lo >= records.row_hi
