@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from keel.masks.arrays import ragged_arange
+from keel.masks.arrays import Ints, ragged_arange
 from keel.tile_records import (
     BLOCK_TIME,
     PART,
@@ -42,6 +42,9 @@ WORTH_IT = 1.05
 
 MAX_PARTS = 8
 """Of one tile; its share has room for 15."""
+
+NUM_TARGETS = 24
+"""Lengths of parts that are tried, from the longest tile's down to one of MAX_PARTS of it."""
 
 TURNS = 2
 """Cuts are looked for if there are no more tiles than this for each SM."""
@@ -81,33 +84,37 @@ def choose_cuts(records: TileRecords, heads: int, sms: int, *, skips: bool = Fal
 
     skips: consumers compute the half of a partial block that they need.
     """
+    num_tiles = len(records.tiles)
+    best = np.ones(num_tiles, np.int64)
+    if not 0 < num_tiles * heads <= TURNS * sms:
+        return best.tolist()
     blocks = block_times(records, skips)
-    whole = [1] * len(blocks)
-    if not 0 < len(blocks) * heads <= TURNS * sms:
-        return whole
-    times = [float(x.sum()) for x in blocks]
-    best, best_end = whole, _end(blocks, whole, heads, sms) / WORTH_IT
-    if best_end < LAUNCH_TIME + heads * (TILE_TIME * len(blocks) + sum(times)) / sms:
-        return whole  # an even distribution would not be enough
-    for target in sorted({time / n for time in times for n in range(2, MAX_PARTS + 1)}):
-        counts = [
-            min(len(x), MAX_PARTS, int(np.ceil(time / target - 1e-9)))
-            for x, time in zip(blocks, times, strict=True)
-        ]
-        end = _end(blocks, counts, heads, sms)
+    time, length = np.array([x.sum() for x in blocks]), np.array([len(x) for x in blocks])
+    best_end = expected_end(time, length, best, heads, sms) / WORTH_IT
+    for finer in np.linspace(0, 1, NUM_TARGETS):
+        target = time.max() * MAX_PARTS**-finer
+        counts = np.minimum(np.ceil(time / target - 1e-9), np.minimum(length, MAX_PARTS))
+        counts = counts.astype(np.int64)
+        beside = TILE_TIME * counts + MEET_TIME * np.where(counts > 1, counts, 0)
+        if LAUNCH_TIME + heads * (time + beside).sum() / sms > best_end:
+            break  # not even if it were evenly distributed; finer cuts cost more
+        end = expected_end(time, length, counts, heads, sms)
         if end < best_end:
             best, best_end = counts, end
-    return best
+    return best.tolist()
 
 
-def _end(blocks: list[Floats], counts: list[int], heads: int, sms: int) -> float:
-    times = []
-    for each, count in zip(blocks, counts, strict=True):
-        beside = TILE_TIME if count == 1 else TILE_TIME + MEET_TIME
-        times += (np.bincount(_part_of(each, count), each) + beside).tolist()
-    times = np.repeat(sorted(times, reverse=True), heads).tolist()
-    most = max(counts)
-    return LAUNCH_TIME + end_of_last(times, sms) + (READ_TIME * most if most > 1 else 0.0)
+def expected_end(time: Floats, length: Ints, counts: Ints, heads: int, sms: int) -> float:
+    """When all heads are done, from a launch on, in full blocks of 128 keys.
+
+    time, length, counts: of each tile, that of its blocks, how many they are, in how many parts.
+    """
+    longest = time * (-(length // -counts) / length)
+    each = longest + TILE_TIME + np.where(counts > 1, MEET_TIME, 0.0)
+    order = np.argsort(-each, kind="stable")
+    end = end_of_last(np.repeat(each[order], heads * counts[order]).tolist(), sms)
+    most = int(counts.max())
+    return LAUNCH_TIME + end + (READ_TIME * most if most > 1 else 0.0)
 
 
 def block_times(records: TileRecords, skips: bool = False) -> list[Floats]:
@@ -148,6 +155,8 @@ def cut_tiles(
 ) -> CutTiles | None:
     """Tiles in so many parts each, or fewer where there are not as many blocks; None if all are
     whole. Parts hold consecutive blocks, full ones first, as their tile does."""
+    if max(counts, default=1) == 1:
+        return None
     blocks = block_times(records, skips)
     runs = [records.runs[:-1]]  # those of whole tiles stay where they are
     end_of_runs = len(records.runs) - 1

@@ -63,7 +63,7 @@ def last_launch(stub: Stub) -> dict[str, Any]:
     name, stream, arguments = stub.launches[-1]
     assert name == "hopper_fwd_kernel"
     maps = {n: arguments[7 * i] for i, n in enumerate("QKVO")}
-    rest = ("OUT", "LSE", "MAX_LOGITS", "SINK")
+    rest = ("OUT", "LSE", "MAX_LOGITS", "SINK", "PARTS", "MEETINGS", "SHARES")
     rest += ("TILES", "RUNS", "ROW_LO", "ROW_HI", "COUNTER")
     scalars = ("scale", "softcap")
     return {**maps, **dict(zip(rest + scalars, arguments[28:], strict=False)), "stream": stream}

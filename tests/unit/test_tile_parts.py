@@ -16,11 +16,14 @@ from keel.masks import AttnMask
 from keel.tile_parts import (
     LAUNCH_TIME,
     MAX_PARTS,
+    MEET_TIME,
+    READ_TIME,
     CutTiles,
     block_times,
     choose_cuts,
     cut_tiles,
     end_of_last,
+    expected_end,
 )
 from keel.tile_records import TILE_TIME, TileRecords, best_records
 
@@ -136,24 +139,27 @@ def test_cuts_where_they_pay(mask, heads, pays):
     assert len(counts) == len(records.tiles) and min(counts, default=1) >= 1
 
 
-def test_no_choice_of_one_count_is_better():
-    """All tiles in the same number of parts, whole ones among them, end no earlier."""
-    records = best_records(masks.causal(1024), (128,))
-    blocks = block_times(records)
+@pytest.mark.parametrize("mask", [masks.causal(1024), masks.full(1024), masks.causal(2048)])
+def test_no_single_number_of_parts_is_better(mask):
+    blocks = block_times(best_records(mask, (128,)))
+    time, length = np.array([x.sum() for x in blocks]), np.array([len(x) for x in blocks])
+    ends = [
+        expected_end(time, length, np.minimum(length, n), 8, 132) for n in range(1, MAX_PARTS + 1)
+    ]
+    chosen = np.array(choose_cuts(best_records(mask, (128,)), 8, 132))
+    end = expected_end(time, length, chosen, 8, 132)
+    assert end < ends[0] / 1.05 and end <= min(ends)
 
-    def end(counts: list[int]) -> float:
-        cut = cut_tiles(records, counts)
-        made = records if cut is None else cut.records
-        beside = np.where((-1 if cut is None else cut.shares) < np.zeros(len(made.tiles)), 0, 1.0)
-        times = [x.sum() + TILE_TIME + b for x, b in zip(block_times(made), beside, strict=True)]
-        order = sorted(times, reverse=True)
-        last = end_of_last([t for t in order for _ in range(8)], 132)
-        return LAUNCH_TIME + last + (0.0 if cut is None else 0.4 * cut.most_parts)
 
-    chosen = end(choose_cuts(records, 8, 132))
-    assert chosen < end([1] * 8) / 1.05
-    for n in range(2, MAX_PARTS + 1):
-        assert chosen <= end([min(n, len(x)) for x in blocks]) + 1e-9
+def test_expected_end():
+    """Two tiles of 8 and 2 blocks, the first in three parts of at most 3, on two SMs."""
+    time, length = np.array([8.0, 2.0]), np.array([8, 2])
+    whole = expected_end(time, length, np.array([1, 1]), 1, 2)
+    assert whole == pytest.approx(LAUNCH_TIME + 8 + TILE_TIME)
+    part = 3 + TILE_TIME + MEET_TIME
+    cut = expected_end(time, length, np.array([3, 1]), 1, 2)
+    rest = max(2 * part, part + 2 + TILE_TIME)
+    assert cut == pytest.approx(LAUNCH_TIME + rest + 3 * READ_TIME)
 
 
 def test_end_of_last():

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from keel._versions import tma_load, tma_store
+from keel._versions import thread_barrier, tma_load, tma_store
 from keel.kernels.flash_common import LN2, LOG2E
 from keel.kernels.hopper_common import (
     FAR,
@@ -428,7 +428,7 @@ def meet(cid: gl.constexpr, inputs, numbers, form: gl.constexpr, share, head, ac
     gl.store(own + cells, acc)
     gl.store(own + PART * form.DV + rows, top2)
     gl.store(own + PART * (form.DV + 1) + rows, total)
-    gl.thread_barrier()
+    thread_barrier()
     counter = inputs.MEETINGS + meeting * form.CONSUMERS + cid
     came = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     complete = came == parts - 1

@@ -256,8 +256,9 @@ def _prepare(
         "K": describing(k, (form.bn, form.d)),
         "V": describing(v, (form.bn, form.dv)),
     }
+    left_out: tuple[str, ...] = ("O",)
     if form.staged:
-        streamed["O"] = describing(out, (PART, form.dv))
+        streamed["O"], left_out = describing(out, (PART, form.dv)), ()
     return Prepared(
         (min(num_sms(q.device) - sm_margin, num_work),),
         {
@@ -271,7 +272,7 @@ def _prepare(
         },
         num_warps=4,
         streamed=streamed,
-        left_out=() if form.staged else ("O",),
+        left_out=(*left_out, *(("PARTS", "MEETINGS") if cut is None else ())),
         numbers_between=_numbers_between(tiles, q, v),
     )
 
