@@ -18,11 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from keel.masks.arrays import Ints, ragged_arange
+from keel.masks.mask import AttnMask
 from keel.tile_records import (
     BLOCK_TIME,
     PART,
+    ROWS,
     TILE_TIME,
     TileRecords,
+    choices_of_records,
     with_needs,
 )
 from keel.tiling import Int32s, TileWork
@@ -47,7 +50,7 @@ NUM_TARGETS = 24
 """Lengths of parts that are tried, from the longest tile's down to one of MAX_PARTS of it."""
 
 TURNS = 2
-"""Cuts are looked for if there are no more tiles than this for each SM."""
+"""Tiles are few if there are no more of them than this for each SM; 0: never."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +70,11 @@ class CutTiles:
         return self.num_cut * heads * self.most_parts * self.records.rows * (dv + 2)
 
 
+def are_few(mask: AttnMask, heads: int, sms: int) -> bool:
+    """Whether the tiles of a mask are worth a closer look, and cuts."""
+    return 0 < -(mask.tq // -ROWS) * heads <= TURNS * sms
+
+
 def end_of_last(times: Sequence[float], workers: int) -> float:
     """When all is done, if each worker takes the next item whenever it is free.
 
@@ -79,18 +87,42 @@ def end_of_last(times: Sequence[float], workers: int) -> float:
     return max(free)
 
 
-def choose_cuts(records: TileRecords, heads: int, sms: int, *, skips: bool = False) -> list[int]:
-    """Parts of each tile with which all heads are done first; all 1 where cuts do not pay.
+def best_of_few(
+    mask: AttnMask, block_ns: tuple[int, ...], heads: int, sms: int, *, skips: bool = False
+) -> tuple[TileRecords, CutTiles | None]:
+    """The tiles with which all heads are done first, and how they are cut, if they are.
 
-    skips: consumers compute the half of a partial block that they need.
+    skips: with blocks of 128 keys, consumers compute the half of a partial block that they need.
     """
-    num_tiles = len(records.tiles)
-    best = np.ones(num_tiles, np.int64)
-    if not 0 < num_tiles * heads <= TURNS * sms:
-        return best.tolist()
+    choices = [with_needs(x) for x in choices_of_records(mask, block_ns)]
+    plans = [
+        (records, *choose_cuts(records, heads, sms, skips=skips and records.block_n == 128))
+        for records in choices
+    ]
+
+    def price(plan: tuple[TileRecords, list[int], float]) -> tuple[float, float]:
+        records, counts, end = plan
+        return end * (WORTH_IT if max(counts, default=1) > 1 else 1.0), records.time
+
+    records, counts, _ = min(plans, key=price)
+    cut = cut_tiles(records, counts, skips=skips and records.block_n == 128)
+    return records if cut is None else cut.records, cut
+
+
+def choose_cuts(
+    records: TileRecords, heads: int, sms: int, *, skips: bool = False
+) -> tuple[list[int], float]:
+    """Parts of each tile with which all heads are done first, all 1 where cuts do not pay; and when
+    that is expected to be."""
+    best = np.ones(len(records.tiles), np.int64)
+    if len(best) == 0:
+        return [], LAUNCH_TIME
     blocks = block_times(records, skips)
     time, length = np.array([x.sum() for x in blocks]), np.array([len(x) for x in blocks])
-    best_end = expected_end(time, length, best, heads, sms) / WORTH_IT
+    whole_end = expected_end(time, length, best, heads, sms)
+    best_end = whole_end / WORTH_IT
+    if len(best) * heads > TURNS * sms:
+        return best.tolist(), whole_end
     for finer in np.linspace(0, 1, NUM_TARGETS):
         target = time.max() * MAX_PARTS**-finer
         counts = np.minimum(np.ceil(time / target - 1e-9), np.minimum(length, MAX_PARTS))
@@ -101,7 +133,7 @@ def choose_cuts(records: TileRecords, heads: int, sms: int, *, skips: bool = Fal
         end = expected_end(time, length, counts, heads, sms)
         if end < best_end:
             best, best_end = counts, end
-    return best.tolist()
+    return best.tolist(), best_end if best.max() > 1 else whole_end
 
 
 def expected_end(time: Floats, length: Ints, counts: Ints, heads: int, sms: int) -> float:

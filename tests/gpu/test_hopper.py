@@ -89,7 +89,7 @@ def three_consumers(monkeypatch):
     monkeypatch.setattr(direct, "_known", {})
     monkeypatch.setattr(launch, "_recipes", {})
     monkeypatch.setattr(hopper_tiles, "three_are_faster", lambda *_: True)
-    monkeypatch.setattr(hopper_tiles, "best_cut", lambda *_: None)
+    monkeypatch.setattr(hopper_tiles, "are_few", lambda *_: False)
 
 
 @pytest.mark.usefixtures("three_consumers")

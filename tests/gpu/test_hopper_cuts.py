@@ -13,7 +13,7 @@ import torch
 from tests.gpu.test_attention import random_mask
 from tests.gpu.test_hopper import VARIANTS, many_tiles
 
-from keel import direct, flex_flash_attn_func, masks
+from keel import direct, flex_flash_attn_func, masks, tile_parts
 from keel.kernels import hopper_launch, hopper_tiles, launch
 from keel.kernels.flash_common import num_sms
 from keel.masks.inputs import tensors_of_mask
@@ -41,15 +41,15 @@ def cut_calls(monkeypatch):
         return between(numbers, *where)
 
     def counts(records, *_, **__):
-        return [1 + (5 * n + len(records.tiles)) % 8 for n in range(len(records.tiles))]
+        return [1 + (5 * n + len(records.tiles)) % 8 for n in range(len(records.tiles))], 1.0
 
     monkeypatch.setattr(direct, "_known", {})
     monkeypatch.setattr(launch, "_recipes", {})
     monkeypatch.setattr(hopper_launch, "between_parts", noted)
-    monkeypatch.setattr(hopper_tiles, "choose_cuts", counts)
-    hopper_tiles.best_cut.cache_clear()
+    monkeypatch.setattr(tile_parts, "choose_cuts", counts)
+    hopper_tiles.few_tiles.cache_clear()
     yield calls
-    hopper_tiles.best_cut.cache_clear()
+    hopper_tiles.few_tiles.cache_clear()
 
 
 def all_meetings_are_over() -> bool:
@@ -110,7 +110,7 @@ def test_many_tiles(mask, cut_calls):
 def test_chosen_cuts(mask, heads, d):
     sms = num_sms(torch.device("cuda"))
     blocks = hopper_launch.block_ns(d, d, False)
-    assert hopper_tiles.best_cut(mask, blocks, heads, sms, d == 128) is not None
+    assert hopper_tiles.few_tiles(mask, blocks, heads, sms, d == 128)[1] is not None
     case = Case(mask=mask, hq=heads, hk=1, d=d, dtype=torch.bfloat16, device="cuda")
     assert_right(case, backend="hopper")
     assert all_meetings_are_over()

@@ -19,6 +19,8 @@ from keel.tile_parts import (
     MEET_TIME,
     READ_TIME,
     CutTiles,
+    are_few,
+    best_of_few,
     block_times,
     choose_cuts,
     cut_tiles,
@@ -134,7 +136,7 @@ def test_times_of_partial_blocks():
 )
 def test_cuts_where_they_pay(mask, heads, pays):
     records = best_records(mask, (64, 128))
-    counts = choose_cuts(records, heads, 132, skips=True)
+    counts, _ = choose_cuts(records, heads, 132, skips=records.block_n == 128)
     assert (max(counts, default=1) > 1) is pays
     assert len(counts) == len(records.tiles) and min(counts, default=1) >= 1
 
@@ -146,9 +148,32 @@ def test_no_single_number_of_parts_is_better(mask):
     ends = [
         expected_end(time, length, np.minimum(length, n), 8, 132) for n in range(1, MAX_PARTS + 1)
     ]
-    chosen = np.array(choose_cuts(best_records(mask, (128,)), 8, 132))
-    end = expected_end(time, length, chosen, 8, 132)
+    chosen, end = choose_cuts(best_records(mask, (128,)), 8, 132)
+    assert end == expected_end(time, length, np.array(chosen), 8, 132)
     assert end < ends[0] / 1.05 and end <= min(ends)
+
+
+def test_few_tiles_are_chosen_for_their_heads():
+    """By the sum of all work, long tiles on a grid; for 8 heads, more and shorter ones."""
+    lengths = [260, 260, 40, 150, 300]
+    mask = masks.documents(np.cumsum([0, *lengths]).tolist())
+    cheapest = best_records(mask, (64, 128))
+    few, cut = best_of_few(mask, (64, 128), 8, 132, skips=True)
+    ends = [choose_cuts(x, 8, 132, skips=x.block_n == 128)[1] for x in (cheapest, few)]
+    assert cut is None and few.time > cheapest.time and ends[1] < ends[0]
+    assert (covered(few, mask).numpy() == mask.to_dense().numpy()).all()
+    causal = masks.causal(1024)
+    records, cut = best_of_few(causal, (64, 128), 8, 132, skips=True)
+    assert cut is not None and cut.records is records
+    counts = choose_cuts(best_records(causal, (128,)), 8, 132, skips=True)[0]
+    check(cut, best_records(causal, (128,)), causal, counts)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "few"), [(1024, 33, True), (1025, 33, False), (0, 1, False)]
+)
+def test_few(tokens, heads, few):
+    assert are_few(masks.full(tokens, 7), heads, 132) is few
 
 
 def test_expected_end():

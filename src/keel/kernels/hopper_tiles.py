@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from keel.masks import AttnMask
-from keel.tile_parts import CutTiles, choose_cuts, cut_tiles
+from keel.tile_parts import CutTiles, are_few, best_of_few
 from keel.tile_records import PART, TileRecords, best_records
 
 WIDE_TILE_TIME = 1.41
@@ -40,16 +40,20 @@ def tiles_for(
     skips: bool,
     can_be_wide: bool,
 ) -> Tiles:
-    """Tiles of 128 rows, cut along their keys where there are few; or else, if they may be wide,
-    of 192 where those are faster.
+    """Tiles of 128 rows, where there are few the fastest ones for these heads, maybe cut along
+    their keys; or else, if they may be wide, of 192 where those are faster.
 
     skips: with blocks of 128 keys, consumers compute the half of a partial block that they need.
     """
-    # for the whole GPU, whatever the margin: cuts change the last bits of results
-    cut = best_cut(mask, block_ns, heads, sms, skips)
+    cut = None
+    if are_few(mask, heads, sms):
+        # for the whole GPU, whatever the margin: cuts change the last bits of results
+        records, cut = few_tiles(mask, block_ns, heads, sms, skips)
+    else:
+        records = best_records(mask, block_ns)
     if cut is not None:
-        return Tiles(cut.records, cut=cut)
-    records = best_records(mask, block_ns)
+        assert 2 * cut.num_cut * heads <= NUM_MEETINGS, f"{cut.num_cut} cut tiles of {heads} heads"
+        return Tiles(records, cut=cut)
     if can_be_wide:
         wide = best_records(mask, (128,), 3 * PART)
         if three_are_faster(records, wide, heads, sms - sm_margin):
@@ -58,14 +62,11 @@ def tiles_for(
 
 
 @functools.lru_cache(maxsize=128)
-def best_cut(
+def few_tiles(
     mask: AttnMask, block_ns: tuple[int, ...], heads: int, sms: int, skips: bool
-) -> CutTiles | None:
-    """Tiles cut where that is faster than the best whole ones, else None."""
-    records = best_records(mask, block_ns)
-    skips = skips and records.block_n == 128
-    cut = cut_tiles(records, choose_cuts(records, heads, sms, skips=skips), skips=skips)
-    return cut if cut is not None and 2 * cut.num_cut * heads <= NUM_MEETINGS else None
+) -> tuple[TileRecords, CutTiles | None]:
+    """As `best_of_few`."""
+    return best_of_few(mask, block_ns, heads, sms, skips=skips)
 
 
 def three_are_faster(records: TileRecords, wide: TileRecords, heads: int, sms: int) -> bool:
