@@ -123,10 +123,9 @@ def choose_cuts(
     best_end = whole_end / WORTH_IT
     if len(best) * heads > TURNS * sms:
         return best.tolist(), whole_end
-    for finer in np.linspace(0, 1, NUM_TARGETS):
-        target = time.max() * MAX_PARTS**-finer
-        counts = np.minimum(np.ceil(time / target - 1e-9), np.minimum(length, MAX_PARTS))
-        counts = counts.astype(np.int64)
+    targets = time.max() * MAX_PARTS ** -np.linspace(0, 1, NUM_TARGETS)
+    wanted = np.minimum(np.ceil(time / targets[:, None] - 1e-9), np.minimum(length, MAX_PARTS))
+    for counts in np.unique(wanted.astype(np.int64), axis=0):  # ascending, as all of them grow
         beside = TILE_TIME * counts + MEET_TIME * np.where(counts > 1, counts, 0)
         if LAUNCH_TIME + heads * (time + beside).sum() / sms > best_end:
             break  # not even if it were evenly distributed; finer cuts cost more

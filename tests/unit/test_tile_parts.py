@@ -12,7 +12,7 @@ from tests.strategies import attn_masks
 from tests.unit.test_tile_records import covered
 
 from keel import masks
-from keel.masks import AttnMask
+from keel.masks import AttnMask, AttnSlice
 from keel.tile_parts import (
     LAUNCH_TIME,
     MAX_PARTS,
@@ -174,6 +174,15 @@ def test_few_tiles_are_chosen_for_their_heads():
 )
 def test_few(tokens, heads, few):
     assert are_few(masks.full(tokens, 7), heads, 132) is few
+
+
+def test_a_long_tile_among_many_stays_whole():
+    """That could be faster, but counters for meetings and time to plan are bounded."""
+    slices = [AttnSlice(0, 128, 0, 1 << 15)]
+    slices += [AttnSlice(n, n + 128, n, n + 128) for n in range(128, 300 * 128, 128)]
+    records = best_records(AttnMask(slices, 300 * 128, 300 * 128), (128,))
+    assert choose_cuts(records, 1, 132)[0] == [1] * 300
+    assert max(choose_cuts(records, 1, 151)[0]) == MAX_PARTS
 
 
 def test_expected_end():
