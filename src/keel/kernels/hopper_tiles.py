@@ -14,10 +14,10 @@ from keel.tile_records import PART, TileRecords, best_records
 WIDE_TILE_TIME = 1.41
 """A block of 192 rows and 128 keys at head dim 64, in blocks of 128 rows: fitted to an H200."""
 
-NUM_MEETINGS = 2048
+NUM_MEETINGS = 1024
 """Counters of one launch: cut tiles times heads times consumers."""
 
-NUM_SPARES = 128
+NUM_SPARES = 1024
 
 
 @dataclass(frozen=True, slots=True)
