@@ -19,7 +19,8 @@ from keel.kernels import hopper_fwd
 from keel.kernels.hopper_common import Form
 from keel.kernels.hopper_launch import block_ns, choose_form
 
-FLOATS = {"LSE", "MAX_LOGITS", "SINK"}
+FLOATS = {"LSE", "MAX_LOGITS", "SINK", "PARTS"}
+OF_CUTS = {"PARTS", "MEETINGS", "SHARES"}
 
 
 def forms() -> list[Form]:
@@ -35,6 +36,20 @@ def forms() -> list[Form]:
         choose_form(128, 128, 128, out_matches=False, want_max=True, accumulate=True),
         choose_form(96, 96, 128, out_matches=True, want_max=False),
         *three_consumers(),
+        *cuts(),
+    ]
+
+
+def cuts() -> list[Form]:
+    """Parts of tiles that meet."""
+
+    def form(d: int, bn: int, staged: bool = True, **options: Any) -> Form:
+        return choose_form(d, d, bn, out_matches=staged, want_max=True, cuts=True, **options)
+
+    return [
+        *(form(d, bn) for d in (64, 128, 256) for bn in block_ns(d, d, False)),
+        form(128, 64, has_softcap=True, has_sink=True),
+        form(128, 128, staged=False, accumulate=True),
     ]
 
 
@@ -58,6 +73,7 @@ def signature(form: Form) -> tuple[dict[str, str], dict, dict]:
         boxes["O"] = (64, form.dv)
     absent = {"O"} - boxes.keys() | ({"SINK"} if not form.has_sink else set())
     absent |= {"MAX_LOGITS"} if not form.want_max else set()
+    absent |= OF_CUTS if not form.cuts else set()
     types: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     aligned = {}

@@ -121,18 +121,26 @@ def main() -> None:
     pretend()
     note_sizes()
     q, k, v = (torch.randn(640, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
-    mask, sink = masks.causal(640), torch.zeros(8)
+    # of the first, the Hopper forward cuts tiles into parts; of the second, none
+    mask, blocks = masks.causal(640), masks.documents(range(0, 641, 128))
+    sink = torch.zeros(8)
+    kept: dict[int, Any] = {}
+    between = hopper_launch.between_parts
+    hopper_launch.between_parts = lambda numbers, *where: kept.setdefault(
+        numbers, between(numbers, *where)
+    )
     for backend in ("triton", "hopper"):
 
-        def forward(backend: str = backend, **options: Any) -> list[torch.Tensor]:
+        def forward(mask: Any = mask, backend: str = backend, **options: Any) -> list[torch.Tensor]:
             out, meta = flex_flash_attn_func(q, k, v, mask, backend=backend, **options)
             return [x for x in (out, meta.lse, meta.max_logits) if x is not None]
 
         compare(f"{backend} forward", forward)
         compare(
             f"{backend} sink",
-            lambda forward=forward: forward(sink=sink, softcap=3.0, return_max_logits=True),
+            lambda forward=forward: forward(blocks, sink=sink, softcap=3.0, return_max_logits=True),
         )
+    assert sorted(bool(numbers) for numbers in kept) == [False, True]
     for x in (q, k, v):
         x.requires_grad_()
     steps.torch = _Torch()

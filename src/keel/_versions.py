@@ -226,9 +226,13 @@ def in_backward() -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """Gluon's TMA copies, called otherwise until Triton 3.7; imported when somebody asks."""
+    """What Gluon called otherwise until Triton 3.7; imported when somebody asks."""
     if name == "tma_add":
         return _tma_add()
+    if name == "thread_barrier":
+        from triton.experimental.gluon import language
+
+        return language.barrier if hasattr(language, "barrier") else language.thread_barrier
     spellings = {
         "tma_load": ("async_load", "async_copy_global_to_shared"),
         "tma_store": ("async_store", "async_copy_shared_to_global"),

@@ -180,6 +180,8 @@ class DirectCall:
                 "OFFSET": offset,
                 "COUNTER": self.kernel.work_counter(self.sm_margin, device, stream),
             }
+            if recipe.numbers_between:
+                tensors |= self.kernel.between_parts(recipe.numbers_between, device, stream)
             if stream is None:
                 recipe.run(tensors)
             else:

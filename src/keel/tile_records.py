@@ -93,21 +93,26 @@ class TileRecords:
 @functools.lru_cache(maxsize=128)
 def best_records(mask: AttnMask, block_ns: tuple[int, ...], tile_rows: int = ROWS) -> TileRecords:
     """The cheapest tiles of a mask with blocks of one of these numbers of keys."""
+    best = min(choices_of_records(mask, block_ns, tile_rows), key=lambda records: records.time)
+    return best if tile_rows != 2 * PART else with_needs(best)
+
+
+def choices_of_records(
+    mask: AttnMask, block_ns: tuple[int, ...], tile_rows: int = ROWS
+) -> list[TileRecords]:
+    """Tiles on a grid, and those that begin with documents, with each of these blocks; without
+    needs."""
     rows = mask.row_intervals()
     grid = np.arange(0, mask.tq, tile_rows)
     cuts = [grid]
     aligned = document_cuts(rows, mask.tq, tile_rows)
     if not np.array_equal(aligned, grid):
         cuts.append(aligned)
-    choices = [
-        make_records(rows, mask.tq, starts, n, tile_rows) for n in block_ns for starts in cuts
-    ]
-    best = min(choices, key=lambda records: records.time)
-    return best if tile_rows != 2 * PART else _with_needs(best)
+    return [make_records(rows, mask.tq, starts, n, tile_rows) for n in block_ns for starts in cuts]
 
 
-def _with_needs(records: TileRecords) -> TileRecords:
-    """Runs with what each part of the rows needs of them."""
+def with_needs(records: TileRecords) -> TileRecords:
+    """Runs with what each part of the rows needs of them, in tiles of two parts."""
     key, end, row_set = records.runs[:, :3].T.astype(np.int64)
     nothing = records.row_lo >= records.row_hi
     low = np.where(nothing, np.iinfo(np.int32).max, records.row_lo)

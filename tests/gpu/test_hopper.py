@@ -9,7 +9,7 @@ import torch
 from tests.gpu.test_attention import random_mask
 
 from keel import direct, flex_flash_attn_func, masks
-from keel.kernels import hopper_launch, launch
+from keel.kernels import hopper_launch, hopper_tiles, launch
 from keel.masks import AttnMask, AttnSlice
 from keel.masks.inputs import tensors_of_mask
 from keel.meta import Scoring
@@ -88,7 +88,8 @@ def three_consumers(monkeypatch):
     """Tiles of 192 rows for head dims up to 64."""
     monkeypatch.setattr(direct, "_known", {})
     monkeypatch.setattr(launch, "_recipes", {})
-    monkeypatch.setattr(hopper_launch, "three_are_faster", lambda *_: True)
+    monkeypatch.setattr(hopper_tiles, "three_are_faster", lambda *_: True)
+    monkeypatch.setattr(hopper_tiles, "are_few", lambda *_: False)
 
 
 @pytest.mark.usefixtures("three_consumers")

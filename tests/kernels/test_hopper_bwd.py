@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,6 +21,7 @@ from keel.key_records import KEYS, key_records
 from keel.masks import AttnMask, AttnSlice
 from keel.meta import Scoring
 from keel.reference import attention
+from keel.tile_parts import end_of_last
 
 LOG2E = 1.4426950408889634
 
@@ -296,8 +296,8 @@ def test_forms(d, dv, name, blocks, tile):
 
 
 def test_end_of_last():
-    assert hopper_bwd_launch._end_of_last(np.array([5.0, 4.0, 3.0, 3.0, 3.0]), 2) == 10.0
-    assert hopper_bwd_launch._end_of_last(np.array([5.0]), 3) == 5.0
+    assert end_of_last([5.0, 4.0, 3.0, 3.0, 3.0], 2) == 10.0
+    assert end_of_last([5.0], 3) == 5.0
 
 
 def test_splits_that_do_not_divide_are_refused():

@@ -26,7 +26,14 @@ from host_stub import Stub, stubbed
 
 from keel import direct, flex_flash_attn_func, masks
 from keel._versions import c_launcher, runs_plainly
-from keel.kernels import fresh_maxima, hopper_bwd_launch, hopper_launch, launch, tensor_maps
+from keel.kernels import (
+    fresh_maxima,
+    hopper_bwd_launch,
+    hopper_launch,
+    hopper_tiles,
+    launch,
+    tensor_maps,
+)
 
 TOKENS, HQ, HK, D = 24, 4, 2, 64
 MASK = masks.causal(TOKENS)
@@ -63,7 +70,7 @@ def last_launch(stub: Stub) -> dict[str, Any]:
     name, stream, arguments = stub.launches[-1]
     assert name == "hopper_fwd_kernel"
     maps = {n: arguments[7 * i] for i, n in enumerate("QKVO")}
-    rest = ("OUT", "LSE", "MAX_LOGITS", "SINK")
+    rest = ("OUT", "LSE", "MAX_LOGITS", "SINK", "PARTS", "MEETINGS", "SHARES")
     rest += ("TILES", "RUNS", "ROW_LO", "ROW_HI", "COUNTER")
     scalars = ("scale", "softcap")
     return {**maps, **dict(zip(rest + scalars, arguments[28:], strict=False)), "stream": stream}
@@ -491,6 +498,54 @@ def test_one_fill_of_maxima_for_many_calls_of_a_capture(monkeypatch) -> None:
     for other in ((7, 2), (8, 2), None):  # the next capture, another stream of it, unknown
         current[0] = other
         assert set(fills(1)).isdisjoint(first)
+
+
+def test_parts_of_tiles_get_memory_of_their_own(stub: Stub, monkeypatch) -> None:
+    """New memory for each launch; counters for each stream, which launches leave at zero."""
+    monkeypatch.setattr(hopper_tiles, "_meetings", {})
+    mask = masks.full(TOKENS, 2048)  # one tile for each of four heads, and 132 SMs
+    q = torch.randn(TOKENS, HQ, D).bfloat16()
+    k, v = (torch.randn(2048, HK, D).bfloat16() for _ in range(2))
+    _, cut = hopper_tiles.few_tiles(mask, (64, 128), HQ, 132, False)
+    assert cut is not None and cut.num_cut == 1
+    kept, sizes = [], []
+    between = hopper_launch.between_parts
+
+    def keep(numbers: int, *where: Any) -> Any:
+        kept.append(between(numbers, *where))
+        sizes.append(numbers)
+        return kept[-1]
+
+    monkeypatch.setattr(hopper_launch, "between_parts", keep)
+    sent = []
+    for stream in (0, 0, 0, 5):
+        monkeypatch.setattr(direct, "launch_stream", lambda index, stream=stream: stream)
+        attend(q, k, v, mask)
+        sent.append(last_launch(stub) if len(stub.launches) else {})
+    later = [x for x in sent if x]
+    assert len(later) == 3
+    assert [x["PARTS"] for x in later] == [x["PARTS"].data_ptr() for x in kept[1:]]
+    assert [x["MEETINGS"] for x in later] == [x["MEETINGS"].data_ptr() for x in kept[1:]]
+    assert len({x["PARTS"] for x in later}) == 3
+    assert later[0]["MEETINGS"] == later[1]["MEETINGS"] != later[2]["MEETINGS"]
+    rows = cut.most_parts * HQ * 128
+    assert set(sizes) == {rows * (D + 2)} and all(x["PARTS"].numel() == sizes[0] for x in kept)
+    attend(q[:, :, :], k[:TOKENS], v[:TOKENS])  # not cut: none of it
+    attend(q[:, :, :], k[:TOKENS], v[:TOKENS])
+    assert last_launch(stub)["PARTS"] is last_launch(stub)["MEETINGS"] is None
+
+
+def test_meetings_of_graphs_are_their_own(monkeypatch) -> None:
+    for name in ("_meetings", "_spares"):
+        monkeypatch.setattr(hopper_tiles, name, {})
+    monkeypatch.setattr(hopper_tiles, "NUM_SPARES", 4)
+    cpu = torch.device("cpu")
+    before = hopper_tiles.meetings(cpu, None)
+    one, other = hopper_tiles.meetings(cpu, 1), hopper_tiles.meetings(cpu, 2)
+    assert hopper_tiles.meetings(cpu, 1) is one
+    rows = [before, one, other, *(hopper_tiles.meetings(cpu, None) for _ in range(6))]
+    assert len({x.data_ptr() for x in rows}) == 9
+    assert all(x.numel() == hopper_tiles.NUM_MEETINGS and not x.any() for x in rows)
 
 
 def test_a_counter_for_each_stream_and_launch_of_a_graph(monkeypatch) -> None:

@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from keel import masks
-from keel.kernels.hopper_launch import choose_form, three_are_faster
+from keel.kernels.hopper_launch import choose_form
+from keel.kernels.hopper_tiles import three_are_faster
 from keel.tile_records import best_records
 
 

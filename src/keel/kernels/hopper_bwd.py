@@ -45,7 +45,7 @@ from keel.kernels.hopper_common import (
     work_of,
 )
 from keel.kernels.hopper_common import PART as HALF
-from keel.kernels.hopper_staging import stage
+from keel.kernels.hopper_staging import store_turned
 
 # fmt: off
 
@@ -351,7 +351,7 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
         dq = warpgroup_mma_wait(1, [dq])
         tma.store_wait(0)  # the dq before this one has left shared memory
         staged = ring.dq.index(cid)
-        stage(staged, dq)
+        store_turned(staged, dq)
         fence_async_shared()
         if PARTS == 1:
             tma_add(inputs.dq, [row, head, cid * HALF], staged)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import heapq
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +24,7 @@ from keel.kernels.steps import Steps
 from keel.key_records import key_records
 from keel.masks import AttnMask
 from keel.meta import Scoring
+from keel.tile_parts import end_of_last
 from keel.tile_records import TileRecords
 
 if TYPE_CHECKING:
@@ -123,26 +123,18 @@ def choose_splits(tile_work: Floats, hk: int, group: int, sms: int) -> int:
     if len(tile_work) * hk >= 16 * sms:
         return 1
 
-    def end_of_last(splits: int) -> float:
+    def end_with(splits: int) -> float:
         part, parts = (0.0, 0.0) if splits == 1 else (PART_BESIDE, PARTS_BESIDE)
         each = tile_work * (group // splits) + BLOCK_BESIDE + part
-        return _end_of_last(np.repeat(each, hk * splits), sms) + parts
+        return end_of_last(np.repeat(each, hk * splits).tolist(), sms) + parts
 
-    return min((n for n in range(1, group + 1) if group % n == 0), key=end_of_last)
+    return min((n for n in range(1, group + 1) if group % n == 0), key=end_with)
 
 
 @functools.lru_cache(maxsize=256)
 def _splits_for(mask: AttnMask, tile_keys: int, block_m: int, hk: int, group: int, sms: int) -> int:
     """Milliseconds of Python, so only once."""
     return choose_splits(key_records(mask, block_m, tile_keys).tile_work, hk, group, sms)
-
-
-def _end_of_last(times: Floats, workers: int) -> float:
-    """When all is done, if each worker takes the next item whenever it is free."""
-    free = [0.0] * workers
-    for time in times.tolist():
-        heapq.heapreplace(free, free[0] + time)
-    return max(free)
 
 
 def backward(

@@ -61,6 +61,8 @@ class Form(Constants):
     has_softcap: bool = False
     want_max: bool = False
     accumulate: bool = False
+    cuts: bool = False
+    """Tiles may be parts of a tile, cut along its keys, that meet when they are done."""
 
     @property
     def rows(self) -> int:

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from keel._versions import tma_load, tma_store
+from keel._versions import thread_barrier, tma_load, tma_store
 from keel.kernels.flash_common import LN2, LOG2E
 from keel.kernels.hopper_common import (
     FAR,
@@ -66,6 +66,11 @@ class Inputs(NamedTuple):
     LSE: Any
     MAX_LOGITS: Any
     SINK: Any
+    PARTS: Any
+    """Sums of parts of tiles, until the last part to finish adds them up; see `meet`."""
+    MEETINGS: Any
+    """Parts that have come, for each cut tile, head and consumer; zero between launches."""
+    SHARES: Any
     TILES: Any
     RUNS: Any
     ROW_LO: Any
@@ -84,6 +89,8 @@ class Numbers(NamedTuple):
     num_work: Any
     stride_ot: Any
     stride_oh: Any
+    most_parts: Any
+    """Of one tile."""
 
 
 class Ring(NamedTuple):
@@ -93,6 +100,8 @@ class Ring(NamedTuple):
     k: Any
     v: Any
     fields: Any
+    shares: Any
+    """One more of the fields, where tiles are cut."""
     tops: Any
     """Highest scores of rows, for the producer to raise max logits to."""
     q_full: Any
@@ -115,6 +124,8 @@ class Tile(NamedTuple):
     end: Any
     needs: Any
     """Halves of blocks that consumers need of the first partial run: see `TileRecords.runs`."""
+    share: Any
+    """Which part of which cut tile this is: see `tile_parts.CutTiles`."""
 
 
 @gluon.jit
@@ -131,7 +142,8 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         in_section = work % (numbers.num_tiles * numbers.section)
         head = (work // (numbers.num_tiles * numbers.section)) * numbers.section
         head += in_section % numbers.section
-        record = inputs.TILES + (in_section // numbers.section) * FIELDS
+        place = in_section // numbers.section
+        record = inputs.TILES + place * FIELDS
         row0 = gl.load(record)
         row_end = gl.load(record + 1)
         first = gl.load(record + 2)
@@ -150,6 +162,10 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         publish(ring, slot, 5, last)
         publish(ring, slot, 6, row_set)
         publish(ring, slot, 7, key)
+        if form.CUTS:
+            alone: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+            share = gl.full([1], gl.load(inputs.SHARES + place), gl.int32, alone)
+            ring.shares.index(slot).store(share)
         mbarrier.arrive(ring.fields_full.index(slot), count=1)
         buffer = turn % form.Q_BUFFERS
         mbarrier.wait(ring.q_empty.index(buffer), ((turn // form.Q_BUFFERS) & 1) ^ 1)
@@ -225,6 +241,10 @@ def next_tile(inputs, ring, turn, mine, form: gl.constexpr):
     last = field(ring, slot, 5)
     row_set = field(ring, slot, 6)
     key = field(ring, slot, 7)
+    share = key
+    if form.CUTS:
+        alone: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        share = gl.max(ring.shares.index(slot).load(alone), 0)
     mbarrier.arrive(ring.fields_empty.index(slot), count=1)
     if row0 < 0:  # what follows is left over from an earlier tile, or from nowhere
         row_set = 0
@@ -234,7 +254,7 @@ def next_tile(inputs, ring, turn, mine, form: gl.constexpr):
     end = gl.load(inputs.RUNS + first * 4 + 1)
     lo, hi = bounds(inputs, row_set, mine, form)
     needs = gl.load(inputs.RUNS + gl.minimum(split, last - 1) * 4 + 3)
-    return Tile(row0, row_end, head, first, split, last, key, end, needs), lo, hi
+    return Tile(row0, row_end, head, first, split, last, key, end, needs, share), lo, hi
 
 
 @gluon.jit
@@ -351,11 +371,10 @@ def step(cid: gl.constexpr, q, ring, acc, sums, top2, raw_top, probs, count, key
 
 @gluon.jit
 def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0, row_end, head,
-             buffer, acc, total, top2, raw_top, mine, o_l: gl.constexpr):
-    """Sink, lse, out and max logits of a finished tile."""
-    row_l: gl.constexpr = gl.SliceLayout(1, o_l)
-    rows = row0 + mine
-    there = rows < row_end
+             share, buffer, acc, total, top2, raw_top, mine, o_l: gl.constexpr):
+    """Sink, lse, out and max logits of a finished tile; of a part of one, max logits alone, unless
+    it is the last of them to finish."""
+    there = row0 + mine < row_end
     if form.WANT_MAX:
         row_top = top2 * LN2
         if form.HAS_SOFTCAP:
@@ -363,6 +382,84 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0,
         # maxima drop NaNs, sums keep them
         row_top = gl.where(total == total, row_top, float("nan"))
         row_top = gl.where(there, row_top, float("-inf"))
+    if form.CUTS:
+        complete = share < 0
+        if share >= 0:
+            acc, total, top2, complete = meet(
+                cid, inputs, numbers, form, share, head, acc, total, top2, o_l)
+        if complete:
+            write_out(cid, inputs, numbers, ring, form, row0, row_end, head, buffer, acc, total,
+                      top2, mine, o_l)
+    else:
+        write_out(cid, inputs, numbers, ring, form, row0, row_end, head, buffer, acc, total, top2,
+                  mine, o_l)
+    if form.TOPS:
+        ring.tops.index(form.CONSUMERS * buffer + cid).store(row_top)
+    elif form.WANT_MAX:
+        raise_max(inputs.MAX_LOGITS + head, row_top)
+
+
+@gluon.jit
+def meet(cid: gl.constexpr, inputs, numbers, form: gl.constexpr, share, head, acc, total, top2,
+         o_l: gl.constexpr):
+    """Leaves what a part of a tile has summed up; the last part to come adds up all of them.
+
+    Consumers of the same rows meet, each by itself, and none ever waits for another one: a part
+    that is not the last leaves. All parts are read back, the last one's own as well, in the order
+    of their keys: who comes last changes no bit.
+
+    Why what is read is what was written: each thread's stores come before the barrier of its
+    warpgroup, and that before the atomic of one of its threads, which releases them to the whole
+    GPU (a release covers what the releasing thread has seen by way of a barrier). The last one's
+    atomic reads a number that all others have added to, in one chain of atomics, and acquires
+    their stores; its warpgroup learns of the number behind another barrier. Loads pass by the L1.
+    """
+    row_l: gl.constexpr = gl.SliceLayout(1, o_l)
+    srow_l: gl.constexpr = top2.type.layout
+    SIZE: gl.constexpr = PART * (form.DV + 2)
+    parts = (share >> 4) & 15
+    meeting = (share >> 8) * numbers.num_heads + head
+    first = inputs.PARTS + (
+        (meeting.to(gl.int64) * numbers.most_parts) * form.CONSUMERS + cid) * SIZE
+    rows = gl.arange(0, PART, srow_l)
+    cells = gl.arange(0, PART, row_l)[:, None] * form.DV
+    cells = cells + gl.arange(0, form.DV, gl.SliceLayout(0, o_l))[None, :]
+    own = first + (share & 15) * (form.CONSUMERS * SIZE)
+    gl.store(own + cells, acc)
+    gl.store(own + PART * form.DV + rows, top2)
+    gl.store(own + PART * (form.DV + 1) + rows, total)
+    thread_barrier()
+    counter = inputs.MEETINGS + meeting * form.CONSUMERS + cid
+    came = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    complete = came == parts - 1
+    if complete:
+        gl.store(counter, 0)  # nobody else comes; ready for the next launch
+        tops = first + PART * form.DV + rows
+        top2 = gl.full([PART], float("-inf"), gl.float32, srow_l)
+        for part in range(parts):
+            there = gl.load(tops + part * (form.CONSUMERS * SIZE), cache_modifier=".cg")
+            top2 = gl.maximum(top2, there)
+        shift = gl.where(top2 == float("-inf"), 0.0, top2)
+        total = gl.zeros([PART], gl.float32, srow_l)
+        acc = gl.zeros([PART, form.DV], gl.float32, o_l)
+        for part in range(parts):
+            base = first + part * (form.CONSUMERS * SIZE)
+            its_top2 = gl.load(base + PART * form.DV + rows, cache_modifier=".cg")
+            its_total = gl.load(base + PART * (form.DV + 1) + rows, cache_modifier=".cg")
+            its_acc = gl.load(base + cells, cache_modifier=".cg")
+            weight = gl.exp2(its_top2 - shift)
+            total += its_total * weight
+            acc += its_acc * gl.convert_layout(weight, row_l)[:, None]
+    return acc, total, top2, complete
+
+
+@gluon.jit
+def write_out(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0, row_end, head,
+              buffer, acc, total, top2, mine, o_l: gl.constexpr):
+    """Sink, lse and out of a tile."""
+    row_l: gl.constexpr = gl.SliceLayout(1, o_l)
+    rows = row0 + mine
+    there = rows < row_end
     if form.HAS_SINK:
         sink2 = gl.load(inputs.SINK + head).to(gl.float32) * LOG2E
         new_top2 = gl.maximum(top2, sink2)
@@ -408,10 +505,6 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0,
             tma_store(inputs.o, [row0 + cid * PART, head, 0], staged)
         else:
             gl.store(place, out, mask=inside)
-    if form.TOPS:
-        ring.tops.index(form.CONSUMERS * buffer + cid).store(row_top)
-    elif form.WANT_MAX:
-        raise_max(inputs.MAX_LOGITS + head, row_top)
 
 
 @gluon.jit
@@ -442,12 +535,13 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     old_row0 = 0
     old_end = 0
     old_head = 0
+    old_share = 0
     while tile.row0 >= 0:
         buffer = turn % form.Q_BUFFERS
         if form.Q_BUFFERS == 1:
             if turn > 0:
-                put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, 0, acc,
-                         total, top2, raw_top, mine, o_l)
+                put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, old_share,
+                         0, acc, total, top2, raw_top, mine, o_l)
         mbarrier.wait(ring.q_full.index(buffer), (turn // form.Q_BUFFERS) & 1)
         stage = stage_of(count, form)
         mbarrier.wait(ring.k_full.index(stage), phase_of(count, form))
@@ -456,8 +550,8 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
                           use_acc=False, is_async=True)
         if form.Q_BUFFERS == 2:
             if turn > 0:
-                put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, buffer ^ 1,
-                         acc, total, top2, raw_top, mine, o_l)
+                put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, old_share,
+                         buffer ^ 1, acc, total, top2, raw_top, mine, o_l)
         s = warpgroup_mma_wait(0, [s])
         mark(K_FREE + stage, form.CONSUMERS)
         key = tile.key
@@ -536,6 +630,7 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         old_row0 = tile.row0
         old_end = tile.row_end
         old_head = tile.head
+        old_share = tile.share
         turn += 1
         tile, lo, hi = next_tile(inputs, ring, turn, mine, form)
         total = gl.convert_layout(gl.sum(sums, 1), srow_l)
@@ -544,7 +639,7 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         count += 1
     if cid == 0:
         take_turn(cid, form)  # the last one nobody else takes
-    put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head,
+    put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, old_share,
              (turn + 1) % form.Q_BUFFERS, acc, total, top2, raw_top, mine, o_l)
     if form.TOPS:
         mbarrier.arrive(ring.q_empty.index((turn + 1) % 2), count=1)
@@ -566,14 +661,14 @@ def third_consumer(inputs, numbers, ring, form: gl.constexpr):
     consumer(2, inputs, numbers, ring, form)
 
 
-NUMBERS = ["num_tiles", "section", "num_heads", "group", "num_work"]
+NUMBERS = ["num_tiles", "section", "num_heads", "group", "num_work", "most_parts"]
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_fwd_kernel(
-    Q, K, V, O, OUT, LSE, MAX_LOGITS, SINK, TILES, RUNS, ROW_LO, ROW_HI, COUNTER,
-    scale, softcap, num_tiles, section, num_heads, group, num_work, stride_ot, stride_oh,
-    FORM: gl.constexpr,
+    Q, K, V, O, OUT, LSE, MAX_LOGITS, SINK, PARTS, MEETINGS, SHARES, TILES, RUNS, ROW_LO, ROW_HI,
+    COUNTER, scale, softcap, num_tiles, section, num_heads, group, num_work, stride_ot, stride_oh,
+    most_parts, FORM: gl.constexpr,
 ):
     Q_BUFFERS: gl.constexpr = FORM.Q_BUFFERS
     STAGES: gl.constexpr = FORM.STAGES
@@ -583,11 +678,15 @@ def hopper_fwd_kernel(
     tops = None
     if FORM.TOPS:
         tops = gl.allocate_shared_memory(gl.float32, [2 * CONSUMERS, PART], plain)
+    shares = None
+    if FORM.CUTS:
+        shares = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
     ring = Ring(
         q=gl.allocate_shared_memory(Q.dtype, [CONSUMERS * Q_BUFFERS, PART, 1, FORM.D], Q.layout),
         k=gl.allocate_shared_memory(K.dtype, [STAGES, FORM.BN, 1, FORM.D], K.layout),
         v=gl.allocate_shared_memory(V.dtype, [STAGES, FORM.BN, 1, FORM.DV], V.layout),
         fields=gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], plain),
+        shares=shares,
         tops=tops,
         q_full=gl.allocate_shared_memory(gl.int64, [Q_BUFFERS, 1], barrier),
         q_empty=gl.allocate_shared_memory(gl.int64, [Q_BUFFERS, 1], barrier),
@@ -607,9 +706,10 @@ def hopper_fwd_kernel(
         mbarrier.init(ring.v_full.index(i), 1)
     fence_async_shared()
     inputs = Inputs(
-        Q, K, V, O, OUT, LSE, MAX_LOGITS, SINK, TILES, RUNS, ROW_LO, ROW_HI, COUNTER)
-    numbers = Numbers(
-        scale, softcap, num_tiles, section, num_heads, group, num_work, stride_ot, stride_oh)
+        Q, K, V, O, OUT, LSE, MAX_LOGITS, SINK, PARTS, MEETINGS, SHARES, TILES, RUNS, ROW_LO,
+        ROW_HI, COUNTER)
+    numbers = Numbers(scale, softcap, num_tiles, section, num_heads, group, num_work, stride_ot,
+                      stride_oh, most_parts)
     # registers of all but the first, which gets what is left of 512 for four threads, one of each
     if CONSUMERS == 3:
         gl.warp_specialize([

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -13,18 +14,17 @@ import triton
 from keel._versions import constant_in_traces, launch_stream
 from keel.kernels import flash_fwd
 from keel.kernels.flash_common import compute_capability, num_sms, section_heads
+from keel.kernels.hopper_tiles import Tiles, meetings, tiles_for
 from keel.kernels.launch import INTERPRETED, Prepared, Recipe, launch
 from keel.masks import AttnMask
 from keel.meta import Scoring
+from keel.tile_parts import CutTiles
 from keel.tile_records import PART, TileRecords, best_records
 
 if TYPE_CHECKING:
     from keel.kernels.hopper_common import Form
 
 GLUON = "triton.experimental.gluon.language.nvidia.hopper"
-
-WIDE_TILE_TIME = 1.41
-"""A block of 192 rows and 128 keys at head dim 64, in blocks of 128 rows: fitted to an H200."""
 
 
 def hopper_problem(
@@ -120,9 +120,13 @@ def choose_form(
         consumers=consumers,
         turns=small and stages == 2 if turns is None else turns,
         halves=(bn, consumers) == (128, 2) if halves is None else halves,
-        skips=(bn, block_d + block_dv) == (128, 256) if skips is None else skips,
+        skips=_can_skip(bn, block_d + block_dv) if skips is None else skips,
         **options,
     )
+
+
+def _can_skip(bn: int, columns: int) -> bool:
+    return (bn, columns) == (128, 256)
 
 
 def block_of(dim: int) -> int:
@@ -157,6 +161,7 @@ def forward(
 
     # torch's own allocations are aligned, so out always is
     q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))
+    tiles = _tiles_for(q, v, mask, scoring, sm_margin, form)
     return launch(
         hopper_fwd_kernel,
         (mask, scoring.scale, scoring.softcap, accumulate, sm_margin, form),
@@ -164,16 +169,59 @@ def forward(
             **{"Q": q, "K": k, "V": v, "O": out, "OUT": out, "LSE": lse},
             **{"MAX_LOGITS": max_logits, "SINK": scoring.sink},
             **{"COUNTER": work_counter(0, q.device)},
+            **between_parts(_numbers_between(tiles, q, v), q.device),
         },
-        lambda: _prepare(*(q, k, v, mask, scoring, out, max_logits, accumulate, sm_margin, form)),
+        lambda: _prepare(
+            *(q, k, v, tiles, scoring, out, max_logits, accumulate, sm_margin, form),
+        ),
     )
+
+
+def _tiles_for(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    mask: AttnMask,
+    scoring: Scoring,
+    sm_margin: int,
+    form: Form | None,
+) -> Tiles:
+    if form is not None and not form.cuts:
+        return Tiles(best_records(mask, (form.bn,), form.rows), form.consumers)
+    (_, heads, d), dv, softcap = q.shape, v.shape[2], scoring.softcap > 0
+    columns = block_of(d) + block_of(dv)
+    return tiles_for(
+        *(mask, block_ns(d, dv, softcap) if form is None else (form.bn,), heads),
+        sms=num_sms(q.device),
+        sm_margin=sm_margin,
+        skips=_can_skip(128, columns) if form is None else form.skips,
+        can_be_wide=form is None and columns == 128 and not softcap,
+    )
+
+
+def _numbers_between(tiles: Tiles, q: torch.Tensor, v: torch.Tensor) -> int:
+    return 0 if tiles.cut is None else tiles.cut.numbers_between(q.shape[1], block_of(v.shape[2]))
+
+
+def between_parts(
+    numbers: int, device: torch.device, stream: int | None = None
+) -> dict[str, torch.Tensor | None]:
+    """Where parts of tiles leave so many fp32 numbers, and where they meet; nothing for none.
+
+    stream: from `launch_stream`, if it is known.
+    """
+    if numbers == 0:
+        return {"PARTS": None, "MEETINGS": None}
+    parts = torch.empty(numbers, dtype=torch.float32, device=device)
+    if stream is None:
+        stream = _stream_of(device)
+    return {"PARTS": parts, "MEETINGS": meetings(device, stream)}
 
 
 def _prepare(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: AttnMask,
+    tiles: Tiles,
     scoring: Scoring,
     out: torch.Tensor,
     max_logits: torch.Tensor | None,
@@ -183,39 +231,40 @@ def _prepare(
 ) -> Prepared | None:
     hq, d = q.shape[1:]
     tk, hk, dv = v.shape
-    softcap = scoring.softcap > 0
-    if form is not None:
-        records = best_records(mask, (form.bn,), form.rows)
-    else:
-        consumers, records = 2, best_records(mask, block_ns(d, dv, softcap))
-        if block_of(d) == block_of(dv) == 64 and not softcap:
-            wide = best_records(mask, (128,), 3 * PART)
-            if three_are_faster(records, wide, hq, num_sms(q.device) - sm_margin):
-                consumers, records = 3, wide
+    records, cut = tiles.records, tiles.cut
+    if form is None:
         form = choose_form(
             *(d, dv, records.block_n),
             out_matches=out.dtype == q.dtype and can_be_described(out),
-            consumers=consumers,
+            consumers=tiles.consumers,
             has_sink=scoring.sink is not None,
-            has_softcap=softcap,
+            has_softcap=scoring.softcap > 0,
             want_max=max_logits is not None,
             accumulate=accumulate,
+            cuts=cut is not None,
         )
+    elif cut is None:
+        form = dataclasses.replace(form, cuts=False)
     num_work = len(records.tiles) * hq
     if num_work == 0:
         return None
-    section = section_heads(hq, hk, tk * (d + dv) * k.element_size(), records.work, q.device)
+    section = hq  # longest tiles of all heads first, as cuts are chosen for
+    if cut is None:
+        section = section_heads(hq, hk, tk * (d + dv) * k.element_size(), records.work, q.device)
     streamed = {
         "Q": describing(q, (PART, form.d)),
         "K": describing(k, (form.bn, form.d)),
         "V": describing(v, (form.bn, form.dv)),
     }
+    left_out: tuple[str, ...] = ("O",)
     if form.staged:
-        streamed["O"] = describing(out, (PART, form.dv))
+        streamed["O"], left_out = describing(out, (PART, form.dv)), ()
     return Prepared(
         (min(num_sms(q.device) - sm_margin, num_work),),
         {
             **on_device(records, q.device),
+            **({} if cut is None else {"SHARES": shares_on_device(cut, q.device)}),
+            **{"most_parts": 1 if cut is None else cut.most_parts},
             **{"scale": scoring.scale, "softcap": scoring.softcap},
             **{"num_tiles": len(records.tiles), "section": section, "num_heads": hq},
             **{"group": hq // hk, "num_work": num_work, "FORM": form},
@@ -223,17 +272,9 @@ def _prepare(
         },
         num_warps=4,
         streamed=streamed,
-        left_out=() if form.staged else ("O",),
+        left_out=(*left_out, *(("PARTS", "MEETINGS") if cut is None else ())),
+        numbers_between=_numbers_between(tiles, q, v),
     )
-
-
-def three_are_faster(records: TileRecords, wide: TileRecords, heads: int, sms: int) -> bool:
-    """Whether tiles of 192 rows end earlier than those of 128: where all blocks are full."""
-    if records.block_n != 128 or len(wide.tiles) == 0 or wide.has_partial:
-        return False
-    turns = [-(-len(x.tiles) * heads // sms) for x in (records, wide)]
-    blocks = [x.work.longest for x in (records, wide)]
-    return turns[1] * blocks[1] * WIDE_TILE_TIME < turns[0] * blocks[0]
 
 
 def describing(x: torch.Tensor, box: tuple[int, int]) -> Callable[[torch.Tensor], Any]:
@@ -272,14 +313,24 @@ def on_device(
     records: TileRecords, device: torch.device, rows: str = "ROW"
 ) -> dict[str, torch.Tensor]:
     """The records as kernel arguments, copied once; bounds of rows are called `rows`_LO and _HI."""
+    _check_not_capturing()
+    arrays = {"TILES": records.tiles, "RUNS": records.runs}
+    arrays |= {f"{rows}_LO": records.row_lo, f"{rows}_HI": records.row_hi}
+    return {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}
+
+
+@functools.lru_cache(maxsize=128)
+def shares_on_device(cut: CutTiles, device: torch.device) -> torch.Tensor:
+    _check_not_capturing()
+    return torch.from_numpy(cut.shares).to(device)
+
+
+def _check_not_capturing() -> None:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "this mask was never used on this device, and its tile plan cannot be copied "
             "there during CUDA graph capture: call this once before capturing"
         )
-    arrays = {"TILES": records.tiles, "RUNS": records.runs}
-    arrays |= {f"{rows}_LO": records.row_lo, f"{rows}_HI": records.row_hi}
-    return {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}
 
 
 _counters: dict[tuple[int | None, int], torch.Tensor] = {}

@@ -24,7 +24,7 @@ the other way round."""
 
 
 @gluon.jit
-def stage(place, x):
+def store_turned(place, x):
     """x (64, 64), fp32 and an accumulator, into `place`, (64, 1, 64) with the swizzle of TMA."""
     low, high = gl.split(x.reshape([PART, PART // 32, 2, 16]).permute((0, 1, 3, 2)))
     rows = gl.arange(0, PART, gl.SliceLayout(1, gl.SliceLayout(2, low.type.layout)))

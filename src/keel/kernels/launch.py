@@ -47,6 +47,8 @@ class Prepared:
     """Tensors to pass as TMA descriptors, and what makes one."""
     left_out: tuple[str, ...] = ()
     """Tensors that this variant does not take."""
+    numbers_between: int = 0
+    """fp32 numbers that its parts leave for each other, in memory that each call brings along."""
 
 
 _recipes: dict[Hashable, Recipe] = {}
@@ -94,6 +96,7 @@ class Recipe:
         self.kernel, self.prepared, self.aligned = kernel, prepared, aligned
         device = next(x.device for x in tensors.values() if x is not None)
         self.device_index = device.index if device.type == "cuda" else None
+        self.numbers_between = 0 if prepared is None else prepared.numbers_between
         self.runner: Callable[..., None] | None = None
         self.straight: _Straight | None = None
         if prepared is not None:
