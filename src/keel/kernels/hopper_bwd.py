@@ -251,19 +251,22 @@ def seen(s, row, lo, hi):
 
 
 @gluon.jit
-def probability(s, numbers, ring, form: gl.constexpr, stage, half: gl.constexpr, row, lo, hi,
-                MASKED: gl.constexpr):
+def of_rows(numbers, stage, half: gl.constexpr, s_l: gl.constexpr):
+    """Row vectors, which lie along columns here: asked for while products are made, since shared
+    memory has much to do and answers late."""
+    return numbers.index(stage).slice(half * HALF, HALF).load(gl.SliceLayout(0, s_l))
+
+
+@gluon.jit
+def probability(s, lse2, numbers, form: gl.constexpr, row, lo, hi, MASKED: gl.constexpr):
     """(p, what dp - delta is multiplied by: p times the slope of capped scores)."""
-    row_l: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     if form.HAS_SOFTCAP:
         s, slope = capped_with_slope(s, numbers.scale, numbers.softcap)
         scale2 = LOG2E
     else:
         scale2 = numbers.scale * LOG2E
     if MASKED:
-        s = seen(s, row + half * HALF, lo, hi)
-    # Row vectors lie along columns here, many registers each: they are read where they are used.
-    lse2 = ring.lse2.index(stage).slice(half * HALF, HALF).load(row_l)
+        s = seen(s, row, lo, hi)
     p = gl.exp2(s * scale2 - lse2[None, :])
     if form.HAS_SOFTCAP:
         return p, p * slope
@@ -272,10 +275,8 @@ def probability(s, numbers, ring, form: gl.constexpr, stage, half: gl.constexpr,
 
 
 @gluon.jit
-def score_gradient(weight, dp, ring, form: gl.constexpr, stage, half: gl.constexpr, place):
+def score_gradient(weight, dp, delta, ring, form: gl.constexpr, place):
     """ds, also into its place in shared memory where dq is wanted."""
-    row_l: gl.constexpr = gl.SliceLayout(0, dp.type.layout)
-    delta = ring.delta.index(stage).slice(half * HALF, HALF).load(row_l)
     ds = (weight * (dp - delta[None, :])).to(ring.k.dtype)
     if form.WITH_DQ:
         ring.ds.index(place).store(ds)
@@ -303,30 +304,35 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
     buffer = 2 * PARTS * (count & 1)
     mbarrier.wait(ring.q_full.index(stage), phase)
     s = warpgroup_mma(k_mine, q0.permute((1, 0)), zero, use_acc=False, is_async=True)
+    lse2 = of_rows(ring.lse2, stage, 0, s_l)
     mbarrier.wait(ring.do_full.index(stage), phase)
     dp = warpgroup_mma(v_mine, do0.permute((1, 0)), zero, use_acc=False, is_async=True)
     if PARTS == 1:
         s = warpgroup_mma_wait(1, [s])
-        p, weight = probability(s, numbers, ring, form, stage, 0, row, lo, hi, MASKED)
+        p, weight = probability(s, lse2, numbers, form, row, lo, hi, MASKED)
+        delta = of_rows(ring.delta, stage, 0, s_l)
         dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do0, dv, is_async=True)
         dp = warpgroup_mma_wait(1, [dp])
-        ds = score_gradient(weight, dp, ring, form, stage, 0, buffer + cid)
+        ds = score_gradient(weight, dp, delta, ring, form, buffer + cid)
     else:
         q1 = q.slice(HALF, HALF)
         do1 = do.slice(HALF, HALF)
         s1 = warpgroup_mma(k_mine, q1.permute((1, 0)), zero, use_acc=False, is_async=True)
         dp1 = warpgroup_mma(v_mine, do1.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(3, [s])
-        p, weight = probability(s, numbers, ring, form, stage, 0, row, lo, hi, MASKED)
+        p, weight = probability(s, lse2, numbers, form, row, lo, hi, MASKED)
+        delta = of_rows(ring.delta, stage, 0, s_l)
         dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do0, dv, is_async=True)
         dp = warpgroup_mma_wait(3, [dp])
-        ds = score_gradient(weight, dp, ring, form, stage, 0, buffer + 2 * cid)
+        ds = score_gradient(weight, dp, delta, ring, form, buffer + 2 * cid)
         dk = warpgroup_mma(gl.convert_layout(ds, a_l), q0, dk, is_async=True)
+        lse2 = of_rows(ring.lse2, stage, 1, s_l)
         s1 = warpgroup_mma_wait(3, [s1])
-        p1, weight1 = probability(s1, numbers, ring, form, stage, 1, row, lo, hi, MASKED)
+        p1, weight1 = probability(s1, lse2, numbers, form, row + HALF, lo, hi, MASKED)
+        delta = of_rows(ring.delta, stage, 1, s_l)
         dv = warpgroup_mma(gl.convert_layout(p1.to(ring.k.dtype), a_l), do1, dv, is_async=True)
         dp1 = warpgroup_mma_wait(3, [dp1])
-        ds = score_gradient(weight1, dp1, ring, form, stage, 1, buffer + 2 * cid + 1)
+        ds = score_gradient(weight1, dp1, delta, ring, form, buffer + 2 * cid + 1)
     if not form.WITH_DQ:
         dk = warpgroup_mma(gl.convert_layout(ds, a_l), q.slice(BM - HALF, HALF), dk, is_async=True)
         dv = warpgroup_mma_wait(1, [dv])

@@ -42,6 +42,7 @@ from keel.kernels.hopper_bwd import (
     Numbers,
     bounds,
     my_tile,
+    of_rows,
     probability,
     producer,
     write_rows,
@@ -98,8 +99,9 @@ def add_to_dv(numbers, ring, form: gl.constexpr, dv, count, row, lo, hi, MASKED:
     k = ring.k.index(hidden_zero()).reshape([HALF, form.D])
     mbarrier.wait(ring.q_full.index(stage), phase)
     s = scores(k, q, zero, form.SHORT)
+    lse2 = of_rows(ring.lse2, stage, 0, s_l)
     s = warpgroup_mma_wait(0, [s])
-    p, weight = probability(s, numbers, ring, form, stage, 0, row, lo, hi, MASKED)
+    p, weight = probability(s, lse2, numbers, form, row, lo, hi, MASKED)
     ring.weights.index(stage).store(weight)
     hand_over(stage)
     mark(Q_FREE + stage)  # lse2 came with q, and has been read as well
@@ -122,7 +124,7 @@ def add_to_dk(ring, form: gl.constexpr, dk, count, s_l: gl.constexpr):
     dp = scores(v, do, zero, False)
     take_over(stage)
     weight = ring.weights.index(stage).load(s_l)
-    delta = ring.delta.index(stage).load(gl.SliceLayout(0, s_l))
+    delta = of_rows(ring.delta, stage, 0, s_l)
     dp = warpgroup_mma_wait(0, [dp])
     ds = (weight * (dp - delta[None, :])).to(ring.k.dtype)
     mark(DO_FREE + stage)  # delta came with dout
