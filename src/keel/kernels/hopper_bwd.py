@@ -232,9 +232,10 @@ def bounds(inputs, form: gl.constexpr, run, mine):
 @gluon.jit
 def seen(s, row, lo, hi):
     """`hide`, for keys that see rows [lo, hi), in three instructions where LLVM takes four."""
-    t = s.reshape([HALF, HALF // 8, 8])
+    ROWS: gl.constexpr = s.shape[1]
+    t = s.reshape([HALF, ROWS // 8, 8])
     L: gl.constexpr = t.type.layout
-    octet = 8 * gl.arange(0, HALF // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    octet = 8 * gl.arange(0, ROWS // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     inner = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :]
     key_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, L))
     low = (gl.convert_layout(lo, key_l) - row)[:, None] - inner
@@ -247,14 +248,14 @@ def seen(s, row, lo, hi):
         selp.f32 $0, $1, 0fFF800000, inside;
         }""", "=f,f,r,r,r", [t, octet, low[:, None, :], high[:, None, :]],
         dtype=gl.float32, is_pure=True, pack=1)
-    return gl.convert_layout(t.reshape([HALF, HALF]), s.type.layout)
+    return gl.convert_layout(t.reshape([HALF, ROWS]), s.type.layout)
 
 
 @gluon.jit
-def of_rows(numbers, stage, half: gl.constexpr, s_l: gl.constexpr):
+def of_rows(numbers, stage, s_l: gl.constexpr):
     """Row vectors, which lie along columns here: asked for while products are made, since shared
     memory has much to do and answers late."""
-    return numbers.index(stage).slice(half * HALF, HALF).load(gl.SliceLayout(0, s_l))
+    return numbers.index(stage).load(gl.SliceLayout(0, s_l))
 
 
 @gluon.jit
@@ -275,66 +276,45 @@ def probability(s, lse2, numbers, form: gl.constexpr, row, lo, hi, MASKED: gl.co
 
 
 @gluon.jit
-def score_gradient(weight, dp, delta, ring, form: gl.constexpr, place):
-    """ds, also into its place in shared memory where dq is wanted."""
-    ds = (weight * (dp - delta[None, :])).to(ring.k.dtype)
-    if form.WITH_DQ:
-        ring.ds.index(place).store(ds)
-    return ds
-
-
-@gluon.jit
 def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, count, row, head,
          lo, hi, MASKED: gl.constexpr, s_l: gl.constexpr, a_l: gl.constexpr):
-    """What a block of rows adds to dk, dv and dq: 64 rows, or twice 64."""
+    """What a block of rows adds to dk, dv and dq."""
     BM: gl.constexpr = form.BM
     D: gl.constexpr = form.D
-    PARTS: gl.constexpr = BM // HALF
+    dq_l: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
     stage = count % form.STAGES
     phase = (count // form.STAGES) & 1
     first = hidden_zero()
-    zero = gl.zeros([HALF, HALF], gl.float32, s_l)
+    zero = gl.zeros([HALF, BM], gl.float32, s_l)
     q = ring.q.index(stage).reshape([BM, D])
     do = ring.do.index(stage).reshape([BM, D])
-    q0 = q.slice(0, HALF)
-    do0 = do.slice(0, HALF)
     k_mine = ring.k.index(first + cid).reshape([HALF, D])
     v_mine = ring.v.index(first + cid).reshape([HALF, D])
     # ds has two buffers: when consumers meet again, nobody reads the one before any more
-    buffer = 2 * PARTS * (count & 1)
+    buffer = 2 * (count & 1)
     mbarrier.wait(ring.q_full.index(stage), phase)
-    s = warpgroup_mma(k_mine, q0.permute((1, 0)), zero, use_acc=False, is_async=True)
-    lse2 = of_rows(ring.lse2, stage, 0, s_l)
+    s = warpgroup_mma(k_mine, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if BM == HALF:
+        lse2 = of_rows(ring.lse2, stage, s_l)
     mbarrier.wait(ring.do_full.index(stage), phase)
-    dp = warpgroup_mma(v_mine, do0.permute((1, 0)), zero, use_acc=False, is_async=True)
-    if PARTS == 1:
-        s = warpgroup_mma_wait(1, [s])
-        p, weight = probability(s, lse2, numbers, form, row, lo, hi, MASKED)
-        delta = of_rows(ring.delta, stage, 0, s_l)
-        dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do0, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, [dp])
-        ds = score_gradient(weight, dp, delta, ring, form, buffer + cid)
-    else:
-        q1 = q.slice(HALF, HALF)
-        do1 = do.slice(HALF, HALF)
-        s1 = warpgroup_mma(k_mine, q1.permute((1, 0)), zero, use_acc=False, is_async=True)
-        dp1 = warpgroup_mma(v_mine, do1.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(3, [s])
-        p, weight = probability(s, lse2, numbers, form, row, lo, hi, MASKED)
-        delta = of_rows(ring.delta, stage, 0, s_l)
-        dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do0, dv, is_async=True)
-        dp = warpgroup_mma_wait(3, [dp])
-        ds = score_gradient(weight, dp, delta, ring, form, buffer + 2 * cid)
-        dk = warpgroup_mma(gl.convert_layout(ds, a_l), q0, dk, is_async=True)
-        lse2 = of_rows(ring.lse2, stage, 1, s_l)
-        s1 = warpgroup_mma_wait(3, [s1])
-        p1, weight1 = probability(s1, lse2, numbers, form, row + HALF, lo, hi, MASKED)
-        delta = of_rows(ring.delta, stage, 1, s_l)
-        dv = warpgroup_mma(gl.convert_layout(p1.to(ring.k.dtype), a_l), do1, dv, is_async=True)
-        dp1 = warpgroup_mma_wait(3, [dp1])
-        ds = score_gradient(weight1, dp1, delta, ring, form, buffer + 2 * cid + 1)
+    dp = warpgroup_mma(v_mine, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, [s])
+    if BM != HALF:
+        lse2 = of_rows(ring.lse2, stage, s_l)
+    p, weight = probability(s, lse2, numbers, form, row, lo, hi, MASKED)
+    if BM == HALF:
+        delta = of_rows(ring.delta, stage, s_l)
+    # before dp is waited for: else ptxas does the exponentials when it is there
+    dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, [dp])
+    if BM != HALF:
+        delta = of_rows(ring.delta, stage, s_l)
+    ds = (weight * (dp - delta[None, :])).to(ring.k.dtype)
+    if form.WITH_DQ:
+        ring.ds.index(buffer + cid).store(ds)
     if not form.WITH_DQ:
-        dk = warpgroup_mma(gl.convert_layout(ds, a_l), q.slice(BM - HALF, HALF), dk, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, a_l), q, dk, is_async=True)
         dv = warpgroup_mma_wait(1, [dv])
         mark(DO_FREE + stage)
         dk = warpgroup_mma_wait(0, [dk])
@@ -342,16 +322,16 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
     else:
         fence_async_shared()
         meet()
-        dq = zero
+        dq = gl.zeros([HALF, HALF], gl.float32, dq_l)
         for half in gl.static_range(2):
             k = ring.k.index(first + half).reshape([HALF, D])
-            if PARTS == 1:  # 64 columns of dq, those of this consumer
-                ds_half = ring.ds.index(buffer + half)
+            ds_half = ring.ds.index(buffer + half)
+            if BM == HALF:  # 64 columns of dq, those of this consumer
                 k = k.slice(cid * HALF, HALF, dim=1)
             else:  # 64 rows
-                ds_half = ring.ds.index(buffer + 2 * half + cid)
+                ds_half = ds_half.slice(cid * HALF, HALF, dim=1)
             dq = warpgroup_mma(ds_half.permute((1, 0)), k, dq, use_acc=half > 0, is_async=True)
-        dk = warpgroup_mma(gl.convert_layout(ds, a_l), q.slice(BM - HALF, HALF), dk, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, a_l), q, dk, is_async=True)
         dv = warpgroup_mma_wait(3, [dv])
         mark(DO_FREE + stage)
         dq = warpgroup_mma_wait(1, [dq])
@@ -359,7 +339,7 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
         staged = ring.dq.index(cid)
         store_turned(staged, dq)
         fence_async_shared()
-        if PARTS == 1:
+        if BM == HALF:
             tma_add(inputs.dq, [row, head, cid * HALF], staged)
         elif row + cid * HALF < numbers.tq:  # nothing is sent that lies outside altogether
             tma_add(inputs.dq, [row + cid * HALF, head, 0], staged)
@@ -415,7 +395,7 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
     BM: gl.constexpr = form.BM
     D: gl.constexpr = form.D
     s_l: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     kv_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_l, k_width=2)
@@ -498,12 +478,12 @@ def hopper_bwd_kernel(
     BM: gl.constexpr = FORM.BM
     STAGES: gl.constexpr = FORM.STAGES
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    ds_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HALF], K.dtype)
+    ds_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, BM], K.dtype)
     rows_l: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ds = None
     dq = None
     if FORM.WITH_DQ:
-        ds = gl.allocate_shared_memory(K.dtype, [4 * BM // HALF, HALF, HALF], ds_l)
+        ds = gl.allocate_shared_memory(K.dtype, [4, HALF, BM], ds_l)
         dq = gl.allocate_shared_memory(gl.float32, [2, HALF, 1, HALF], DQ32.layout)
     ring = Ring(
         q=gl.allocate_shared_memory(Q.dtype, [STAGES, BM, 1, D], Q.layout),
