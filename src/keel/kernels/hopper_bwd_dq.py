@@ -295,15 +295,15 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
         next_end = gl.load(inputs.RUNS + run * 4 + 5)
         if run < tile.split:
             while key < end:
-                dq = step(cid, numbers, ring, form, dq, count, key, lo, hi, lse2, delta, scale2, False,
-                          s_l)
+                dq = step(cid, numbers, ring, form, dq, count, key, lo, hi, lse2, delta, scale2,
+                          False, s_l)
                 key += BN
                 count += 1
         else:
             next_lo, next_hi = bounds(inputs, gl.load(inputs.RUNS + run * 4 + 6), mine)
             while key < end:
-                dq = step(cid, numbers, ring, form, dq, count, key, lo, hi, lse2, delta, scale2, True,
-                          s_l)
+                dq = step(cid, numbers, ring, form, dq, count, key, lo, hi, lse2, delta, scale2,
+                          True, s_l)
                 key += BN
                 count += 1
             lo = next_lo

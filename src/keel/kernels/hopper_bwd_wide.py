@@ -32,7 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from keel.kernels.hopper_bwd import (
+from keel.kernels.hopper_bwd import bounds, of_rows, probability, write_rows
+from keel.kernels.hopper_bwd_producer import (
     ARRIVALS,
     DO_FREE,
     KV_FREE,
@@ -40,12 +41,8 @@ from keel.kernels.hopper_bwd import (
     Q_FREE,
     Inputs,
     Numbers,
-    bounds,
     my_tile,
-    of_rows,
-    probability,
     producer,
-    write_rows,
 )
 from keel.kernels.hopper_common import PART as HALF
 from keel.kernels.hopper_common import add_product, hidden_zero, mark, no_sums, scores, work_of
