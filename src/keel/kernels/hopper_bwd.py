@@ -105,10 +105,17 @@ def seen(s, row, lo, hi):
 
 
 @gluon.jit
-def of_rows(numbers, stage, s_l: gl.constexpr):
+def in_halves(x, layout: gl.constexpr):
+    """(64, 128) as twice (64, 64): no number moves."""
+    left, right = gl.split(x.reshape([HALF, 2, HALF]).permute((0, 2, 1)))
+    return gl.convert_layout(left, layout), gl.convert_layout(right, layout)
+
+
+@gluon.jit
+def of_rows(numbers, stage, half: gl.constexpr, s_l: gl.constexpr):
     """Row vectors, which lie along columns here: asked for while products are made, since shared
     memory has much to do and answers late."""
-    return numbers.index(stage).load(gl.SliceLayout(0, s_l))
+    return numbers.index(stage).slice(half * HALF, HALF).load(gl.SliceLayout(0, s_l))
 
 
 @gluon.jit
@@ -149,25 +156,38 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
     mbarrier.wait(ring.q_full.index(stage), phase)
     s = warpgroup_mma(k_mine, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     if BM == HALF:
-        lse2 = of_rows(ring.lse2, stage, s_l)
-    mbarrier.wait(ring.do_full.index(stage), phase)
-    dp = warpgroup_mma(v_mine, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, [s])
-    if BM != HALF:
-        lse2 = of_rows(ring.lse2, stage, s_l)
-    p, weight = probability(s, lse2, numbers, form, row, lo, hi, MASKED)
-    if BM == HALF:
-        delta = of_rows(ring.delta, stage, s_l)
-    # before dp is waited for: else ptxas does the exponentials when it is there
-    dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do, dv, is_async=True)
-    dp = warpgroup_mma_wait(1, [dp])
-    if BM != HALF:
-        delta = of_rows(ring.delta, stage, s_l)
-    ds = (weight * (dp - delta[None, :])).to(ring.k.dtype)
-    if form.WITH_DQ:
-        ring.ds.index(buffer + cid).store(ds)
+        lse2 = of_rows(ring.lse2, stage, 0, s_l)
+        mbarrier.wait(ring.do_full.index(stage), phase)
+        dp = warpgroup_mma(v_mine, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, [s])
+        p, weight = probability(s, lse2, numbers, form, row, lo, hi, MASKED)
+        delta = of_rows(ring.delta, stage, 0, s_l)
+        # before dp is waited for: else ptxas does the exponentials when it is there
+        dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, [dp])
+        ds = (weight * (dp - delta[None, :])).to(ring.k.dtype)
+        if form.WITH_DQ:
+            ring.ds.index(buffer + cid).store(ds)
+    else:
+        mbarrier.wait(ring.do_full.index(stage), phase)
+        dp = warpgroup_mma(v_mine, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, [s])
+        s0, s1 = in_halves(s, dq_l)
+        p, weight = probability(s0, of_rows(ring.lse2, stage, 0, dq_l), numbers, form, row, lo, hi, MASKED)
+        dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do.slice(0, HALF), dv, is_async=True)
+        p, weight1 = probability(s1, of_rows(ring.lse2, stage, 1, dq_l), numbers, form, row + HALF, lo, hi, MASKED)
+        dp, dv = warpgroup_mma_wait(0, [dp, dv])
+        dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do.slice(HALF, HALF), dv, is_async=True)
+        dp0, dp1 = in_halves(dp, dq_l)
+        ds = (weight * (dp0 - of_rows(ring.delta, stage, 0, dq_l)[None, :])).to(ring.k.dtype)
+        if form.WITH_DQ:
+            ring.ds.index(buffer + cid).slice(0, HALF, dim=1).store(ds)
+        dk = warpgroup_mma(gl.convert_layout(ds, a_l), q.slice(0, HALF), dk, is_async=True)
+        ds = (weight1 * (dp1 - of_rows(ring.delta, stage, 1, dq_l)[None, :])).to(ring.k.dtype)
+        if form.WITH_DQ:
+            ring.ds.index(buffer + cid).slice(HALF, HALF, dim=1).store(ds)
     if not form.WITH_DQ:
-        dk = warpgroup_mma(gl.convert_layout(ds, a_l), q, dk, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, a_l), q.slice(BM - HALF, HALF), dk, is_async=True)
         dv = warpgroup_mma_wait(1, [dv])
         mark(DO_FREE + stage)
         dk = warpgroup_mma_wait(0, [dk])
@@ -184,7 +204,7 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
             else:  # 64 rows
                 ds_half = ds_half.slice(cid * HALF, HALF, dim=1)
             dq = warpgroup_mma(ds_half.permute((1, 0)), k, dq, use_acc=half > 0, is_async=True)
-        dk = warpgroup_mma(gl.convert_layout(ds, a_l), q, dk, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, a_l), q.slice(BM - HALF, HALF), dk, is_async=True)
         dv = warpgroup_mma_wait(3, [dv])
         mark(DO_FREE + stage)
         dq = warpgroup_mma_wait(1, [dq])

@@ -96,7 +96,7 @@ def add_to_dv(numbers, ring, form: gl.constexpr, dv, count, row, lo, hi, MASKED:
     k = ring.k.index(hidden_zero()).reshape([HALF, form.D])
     mbarrier.wait(ring.q_full.index(stage), phase)
     s = scores(k, q, zero, form.SHORT)
-    lse2 = of_rows(ring.lse2, stage, s_l)
+    lse2 = of_rows(ring.lse2, stage, 0, s_l)
     s = warpgroup_mma_wait(0, [s])
     p, weight = probability(s, lse2, numbers, form, row, lo, hi, MASKED)
     ring.weights.index(stage).store(weight)
@@ -121,7 +121,7 @@ def add_to_dk(ring, form: gl.constexpr, dk, count, s_l: gl.constexpr):
     dp = scores(v, do, zero, False)
     take_over(stage)
     weight = ring.weights.index(stage).load(s_l)
-    delta = of_rows(ring.delta, stage, s_l)
+    delta = of_rows(ring.delta, stage, 0, s_l)
     dp = warpgroup_mma_wait(0, [dp])
     ds = (weight * (dp - delta[None, :])).to(ring.k.dtype)
     mark(DO_FREE + stage)  # delta came with dout
