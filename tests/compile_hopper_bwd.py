@@ -48,8 +48,6 @@ MORE: list[tuple[AnyForm, str]] = [
     (BackwardForm(128, 64, 128, 128, with_dq=False, has_softcap=True), "bf16"),
     (BackwardForm(128, 64, 128, 128, persistent=True, has_softcap=True), "bf16"),
     (BackwardForm(128, 64, 128, 128, staged=False, has_softcap=True), "bf16"),
-    (BackwardForm(64, 128, 64, 64, has_softcap=True), "bf16"),
-    (BackwardForm(64, 128, 64, 64, staged=False, persistent=True, has_softcap=True), "bf16"),
     (BackwardForm(64, 128, 64, 64, with_dq=False, has_softcap=True), "bf16"),
     (WideForm(256, 256, 256, 256, has_softcap=True), "bf16"),
     (WideForm(256, 256, 192, 192, persistent=True), "bf16"),

@@ -393,7 +393,7 @@ def gradients(
         from keel.kernels import hopper_bwd_launch
 
         deterministic = hopper_bwd_launch.dq_apart(
-            attn_mask, q, v, k.shape[1], deterministic, sm_margin
+            attn_mask, q, v, k.shape[1], scoring, deterministic=deterministic, sm_margin=sm_margin
         )
         if not deterministic:
             dq32 = torch.empty(q.shape, dtype=torch.float32, device=q.device)

@@ -32,16 +32,20 @@ from keel.tiling import Int32s, TileWork
 
 Floats = npt.NDArray[np.float64]
 
-MEET_TIME = 1.0
-"""What a part costs beside its blocks and TILE_TIME: 64 KB written, and a counter. This and"""
+MEET_TIME = 4.0
+"""What a part costs beside its blocks and TILE_TIME, in full blocks of 128 keys: 64 KB written, a
+counter, and SMs that were free and are busy now. Fitted to an H200 (8 and 16 heads, 1k and 2k)."""
 
 READ_TIME = 0.4
-"""what the last part needs to read one of them back, in full blocks of 128 keys, are estimates."""
+"""What the last part needs to read one of them back; an estimate."""
 
 LAUNCH_TIME = 4.5
 
-WORTH_IT = 1.05
-"""Whole tiles must take so many times as long as cut ones; of a model that is 15 % off at times."""
+WORTH_IT = 1.25
+"""Whole tiles must take so many times as long as cut ones, of a model that is 15 % off at times;"""
+
+WORTH_A_CHANGE = 1.1
+"""and the cheapest tiles so many times as long as others that are done earlier."""
 
 MAX_PARTS = 8
 """Of one tile; its share has room for 15."""
@@ -100,9 +104,15 @@ def best_of_few(
         for records in choices
     ]
 
+    cheapest = min(records.time for records in choices)
+
     def price(plan: tuple[TileRecords, list[int], float]) -> tuple[float, float]:
         records, counts, end = plan
-        return end * (WORTH_IT if max(counts, default=1) > 1 else 1.0), records.time
+        if max(counts, default=1) > 1:
+            end *= WORTH_IT
+        elif records.time > cheapest:
+            end *= WORTH_A_CHANGE
+        return end, records.time
 
     records, counts, _ = min(plans, key=price)
     cut = cut_tiles(records, counts, skips=skips and records.block_n == 128)

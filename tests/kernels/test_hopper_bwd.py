@@ -236,7 +236,21 @@ def test_dq_apart_where_tiles_do_not_stay_together(mask, apart):
 
     assert faster(64, 128) is apart
     assert not faster(8, 128) and not faster(64, 64)
-    assert faster(8, 256)  # there is no other way
+
+
+@pytest.mark.parametrize(
+    ("d", "softcap", "apart"),
+    [(128, 0.0, False), (128, 5.0, False), (64, 0.0, False), (64, 5.0, True), (256, 0.0, True)],
+)
+def test_dq_apart_where_there_is_no_other_way(d, softcap, apart, monkeypatch):
+    monkeypatch.setattr(hopper_bwd_launch, "num_sms", lambda device: 132)
+    monkeypatch.setattr(hopper_bwd_launch, "l2_bytes", lambda device: 50 << 20)
+    q = torch.empty(64, 8, d, device="meta")
+    scoring = Scoring(scale=1.0, softcap=softcap)
+    found = hopper_bwd_launch.dq_apart(
+        masks.full(64), q, q, 8, scoring, deterministic=False, sm_margin=0
+    )
+    assert found is apart
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from keel.masks import AttnMask, AttnSlice
 from keel.tile_parts import (
     LAUNCH_TIME,
     MAX_PARTS,
+    WORTH_IT,
     MEET_TIME,
     READ_TIME,
     CutTiles,
@@ -120,11 +121,12 @@ def test_times_of_partial_blocks():
 @pytest.mark.parametrize(
     ("mask", "heads", "pays"),
     [
-        (masks.full(1024), 8, True),  # 64 tiles for 132 SMs
-        (masks.causal(1024), 8, True),
-        (masks.causal(2048), 8, True),
-        (masks.causal(1024), 16, True),  # 128 tiles: the longest take twice the average
-        (masks.full(128, 16384), 8, True),
+        (masks.full(128, 16384), 8, True),  # 8 tiles for 132 SMs
+        (masks.full(512, 8192), 8, True),
+        (masks.causal(4096), 1, True),
+        (masks.causal(8192), 2, True),  # 128 tiles: the longest take twice the average
+        (masks.full(1024), 8, False),  # 64 tiles, but too short
+        (masks.causal(1024), 16, False),
         (masks.full(1024), 16, False),  # 128 equal tiles
         (masks.full(2048), 8, False),
         (masks.causal(1024), 64, False),  # short ones fill up what the long ones leave
@@ -141,16 +143,16 @@ def test_cuts_where_they_pay(mask, heads, pays):
     assert len(counts) == len(records.tiles) and min(counts, default=1) >= 1
 
 
-@pytest.mark.parametrize("mask", [masks.causal(1024), masks.full(1024), masks.causal(2048)])
+@pytest.mark.parametrize("mask", [masks.causal(4096), masks.full(128, 9000), masks.causal(8192)])
 def test_no_single_number_of_parts_is_better(mask):
     blocks = block_times(best_records(mask, (128,)))
     time, length = np.array([x.sum() for x in blocks]), np.array([len(x) for x in blocks])
     ends = [
-        expected_end(time, length, np.minimum(length, n), 8, 132) for n in range(1, MAX_PARTS + 1)
+        expected_end(time, length, np.minimum(length, n), 1, 132) for n in range(1, MAX_PARTS + 1)
     ]
-    chosen, end = choose_cuts(best_records(mask, (128,)), 8, 132)
-    assert end == expected_end(time, length, np.array(chosen), 8, 132)
-    assert end < ends[0] / 1.05 and end <= min(ends)
+    chosen, end = choose_cuts(best_records(mask, (128,)), 1, 132)
+    assert end == expected_end(time, length, np.array(chosen), 1, 132)
+    assert end < ends[0] / WORTH_IT and end <= min(ends)
 
 
 def test_few_tiles_are_chosen_for_their_heads():
@@ -162,10 +164,10 @@ def test_few_tiles_are_chosen_for_their_heads():
     ends = [choose_cuts(x, 8, 132, skips=x.block_n == 128)[1] for x in (cheapest, few)]
     assert cut is None and few.time > cheapest.time and ends[1] < ends[0]
     assert (covered(few, mask).numpy() == mask.to_dense().numpy()).all()
-    causal = masks.causal(1024)
-    records, cut = best_of_few(causal, (64, 128), 8, 132, skips=True)
+    causal = masks.causal(4096)
+    records, cut = best_of_few(causal, (64, 128), 1, 132, skips=True)
     assert cut is not None and cut.records is records
-    counts = choose_cuts(best_records(causal, (128,)), 8, 132, skips=True)[0]
+    counts = choose_cuts(best_records(causal, (128,)), 1, 132, skips=True)[0]
     check(cut, best_records(causal, (128,)), causal, counts)
 
 

@@ -105,10 +105,13 @@ def seen(s, row, lo, hi):
 
 
 @gluon.jit
-def in_halves(x, layout: gl.constexpr):
-    """(64, 128) as twice (64, 64): no number moves."""
-    left, right = gl.split(x.reshape([HALF, 2, HALF]).permute((0, 2, 1)))
-    return gl.convert_layout(left, layout), gl.convert_layout(right, layout)
+def of_half(x, half: gl.constexpr, layout: gl.constexpr):
+    """64 columns of 64 or 128: no number moves."""
+    if x.shape[1] == HALF:
+        return x
+    else:
+        pair = gl.split(x.reshape([HALF, 2, HALF]).permute((0, 2, 1)))
+        return gl.convert_layout(pair[half], layout)
 
 
 @gluon.jit
@@ -119,7 +122,8 @@ def of_rows(numbers, stage, half: gl.constexpr, s_l: gl.constexpr):
 
 
 @gluon.jit
-def probability(s, lse2, numbers, form: gl.constexpr, row, lo, hi, MASKED: gl.constexpr):
+def probability(s, lse2, numbers, ring, form: gl.constexpr, stage, half: gl.constexpr, row, lo, hi,
+                MASKED: gl.constexpr):
     """(p, what dp - delta is multiplied by: p times the slope of capped scores)."""
     if form.HAS_SOFTCAP:
         s, slope = capped_with_slope(s, numbers.scale, numbers.softcap)
@@ -127,7 +131,10 @@ def probability(s, lse2, numbers, form: gl.constexpr, row, lo, hi, MASKED: gl.co
     else:
         scale2 = numbers.scale * LOG2E
     if MASKED:
-        s = seen(s, row, lo, hi)
+        s = seen(s, row + half * HALF, lo, hi)
+    if lse2 is None:
+        s_l: gl.constexpr = s.type.layout
+        lse2 = of_rows(ring.lse2, stage, half, s_l)
     p = gl.exp2(s * scale2 - lse2[None, :])
     if form.HAS_SOFTCAP:
         return p, p * slope
@@ -143,6 +150,8 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
     D: gl.constexpr = form.D
     dq_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
+    # where there are registers for it
+    AHEAD: gl.constexpr = not form.HAS_SOFTCAP and not form.PERSISTENT and (BM == HALF or not MASKED)
     stage = count % form.STAGES
     phase = (count // form.STAGES) & 1
     first = hidden_zero()
@@ -155,37 +164,30 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
     buffer = 2 * (count & 1)
     mbarrier.wait(ring.q_full.index(stage), phase)
     s = warpgroup_mma(k_mine, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    if BM == HALF:
-        lse2 = of_rows(ring.lse2, stage, 0, s_l)
-        mbarrier.wait(ring.do_full.index(stage), phase)
-        dp = warpgroup_mma(v_mine, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(1, [s])
-        p, weight = probability(s, lse2, numbers, form, row, lo, hi, MASKED)
-        delta = of_rows(ring.delta, stage, 0, s_l)
-        # before dp is waited for: else ptxas does the exponentials when it is there
-        dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, [dp])
-        ds = (weight * (dp - delta[None, :])).to(ring.k.dtype)
+    lse2 = None
+    if AHEAD:
+        lse2 = of_rows(ring.lse2, stage, 0, dq_l)
+    mbarrier.wait(ring.do_full.index(stage), phase)
+    dp = warpgroup_mma(v_mine, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, [s])
+    for half in gl.static_range(BM // HALF):
+        rows = of_half(s, half, dq_l)
+        p, weight = probability(rows, lse2, numbers, ring, form, stage, half, row, lo, hi, MASKED)
+        lse2 = None
+        if AHEAD:
+            delta = of_rows(ring.delta, stage, half, dq_l)
+        # before dp is waited for: else ptxas has the exponentials done when it is there
+        dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do.slice(half * HALF, HALF),
+                           dv, is_async=True)
+        if half == 0:
+            dp = warpgroup_mma_wait(1, [dp])
+        if not AHEAD:
+            delta = of_rows(ring.delta, stage, half, dq_l)
+        ds = (weight * (of_half(dp, half, dq_l) - delta[None, :])).to(ring.k.dtype)
         if form.WITH_DQ:
-            ring.ds.index(buffer + cid).store(ds)
-    else:
-        mbarrier.wait(ring.do_full.index(stage), phase)
-        dp = warpgroup_mma(v_mine, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(1, [s])
-        s0, s1 = in_halves(s, dq_l)
-        p, weight = probability(s0, of_rows(ring.lse2, stage, 0, dq_l), numbers, form, row, lo, hi, MASKED)
-        dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do.slice(0, HALF), dv, is_async=True)
-        p, weight1 = probability(s1, of_rows(ring.lse2, stage, 1, dq_l), numbers, form, row + HALF, lo, hi, MASKED)
-        dp, dv = warpgroup_mma_wait(0, [dp, dv])
-        dv = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), a_l), do.slice(HALF, HALF), dv, is_async=True)
-        dp0, dp1 = in_halves(dp, dq_l)
-        ds = (weight * (dp0 - of_rows(ring.delta, stage, 0, dq_l)[None, :])).to(ring.k.dtype)
-        if form.WITH_DQ:
-            ring.ds.index(buffer + cid).slice(0, HALF, dim=1).store(ds)
-        dk = warpgroup_mma(gl.convert_layout(ds, a_l), q.slice(0, HALF), dk, is_async=True)
-        ds = (weight1 * (dp1 - of_rows(ring.delta, stage, 1, dq_l)[None, :])).to(ring.k.dtype)
-        if form.WITH_DQ:
-            ring.ds.index(buffer + cid).slice(HALF, HALF, dim=1).store(ds)
+            ring.ds.index(buffer + cid).slice(half * HALF, HALF, dim=1).store(ds)
+        if (half + 1) * HALF < BM:
+            dk = warpgroup_mma(gl.convert_layout(ds, a_l), q.slice(half * HALF, HALF), dk, is_async=True)
     if not form.WITH_DQ:
         dk = warpgroup_mma(gl.convert_layout(ds, a_l), q.slice(BM - HALF, HALF), dk, is_async=True)
         dv = warpgroup_mma_wait(1, [dv])
@@ -210,7 +212,10 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
         dq = warpgroup_mma_wait(1, [dq])
         tma.store_wait(0)  # the dq before this one has left shared memory
         staged = ring.dq.index(cid)
-        store_turned(staged, dq)
+        if form.HAS_SOFTCAP:
+            staged.reshape([HALF, HALF]).store(dq)
+        else:
+            store_turned(staged, dq)
         fence_async_shared()
         if BM == HALF:
             tma_add(inputs.dq, [row, head, cid * HALF], staged)

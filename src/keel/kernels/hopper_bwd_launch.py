@@ -80,14 +80,24 @@ def tile_sizes(d: int, dim_v: int) -> tuple[int, int]:
 
 
 def dq_apart(
-    mask: AttnMask, q: torch.Tensor, v: torch.Tensor, hk: int, deterministic: bool, sm_margin: int
+    mask: AttnMask,
+    q: torch.Tensor,
+    v: torch.Tensor,
+    hk: int,
+    scoring: Scoring,
+    *,
+    deterministic: bool,
+    sm_margin: int,
 ) -> bool:
     """Whether dq has a kernel of its own: where its order must not change, or where that is faster,
-    and always for wide heads.
+    and always for wide heads, and for head dims to 64 with a softcap.
 
     With it every score is computed twice, but nothing of dq is read and written again and again.
     """
     sms, l2 = num_sms(q.device) - sm_margin, l2_bytes(q.device)
+    block_d = max(block_of(q.shape[2]), block_of(v.shape[2]))
+    if block_d > NARROW or (scoring.softcap and block_d < NARROW):
+        return True  # no registers for it beside dk and dv
     return deterministic or _apart_is_faster(mask, *q.shape[1:], v.shape[2], hk, sms, l2)
 
 
@@ -100,8 +110,6 @@ def _apart_is_faster(
     brings all of that from memory, which is not fast enough for dq, twice four bytes a number.
     """
     block_d = max(block_of(d), block_of(dim_v))
-    if block_d > NARROW:
-        return True  # dk and dv leave no registers for it
     if hq == hk or block_d != NARROW or mask.tq * hq * (6 * d + 2 * dim_v) <= 2 * l2:
         return False
     by_keys = key_records(mask, HALF)

@@ -98,7 +98,7 @@ def add_to_dv(numbers, ring, form: gl.constexpr, dv, count, row, lo, hi, MASKED:
     s = scores(k, q, zero, form.SHORT)
     lse2 = of_rows(ring.lse2, stage, 0, s_l)
     s = warpgroup_mma_wait(0, [s])
-    p, weight = probability(s, lse2, numbers, form, row, lo, hi, MASKED)
+    p, weight = probability(s, lse2, numbers, ring, form, stage, 0, row, lo, hi, MASKED)
     ring.weights.index(stage).store(weight)
     hand_over(stage)
     mark(Q_FREE + stage)  # lse2 came with q, and has been read as well
