@@ -237,7 +237,7 @@ def test_graph(d, dv):
 )
 def test_limits_of_caps(d, dv, deterministic):
     """Scores far beyond the cap, where its slope is 0, and far below, where it is 1."""
-    for scale, softcap in ((30.0, 1.0), (1.0, 2.0), (0.1, 200.0)):
+    for scale, softcap in ((30.0, 1.0), (1.0, 2.0), (0.1, 50.0)):
         case = Case(
             mask=masks.causal(777), hq=6, hk=2, d=d, dv=dv, dtype=BF16, device="cuda",
             scale=scale, softcap=softcap,
@@ -253,11 +253,17 @@ def test_many_times(d, dv, softcap):
     """What one consumer hands to the other is never older than it should be: the same bits again
     and again, with all of the GPU at it."""
     mask = masks.documents([0, 5, 1700, 4096], causal=True)
-    case = Case(mask=mask, hq=16, hk=4, d=d, dv=dv, dtype=BF16, device="cuda", softcap=softcap)
-    first = run_case(case, backend="hopper")
-    for _ in range(50):
-        again = run_case(case, backend="hopper")
-        assert all(torch.equal(first[n], again[n]) for n in ("dq", "dk", "dv"))
+    q, k, v, dout = (
+        torch.randn(4096, heads, d, device="cuda", dtype=BF16, requires_grad=True)
+        for heads in (16, 4, 4, 16)
+    )
+    out, _ = flex_flash_attn_func(
+        q, k, v, mask, softcap=softcap, backend="hopper", return_max_logits=True
+    )
+    first = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    for _ in range(200):
+        again = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 
 @pytest.mark.usefixtures("no_portable_backward")
