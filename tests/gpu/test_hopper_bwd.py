@@ -253,10 +253,11 @@ def test_many_times(d, dv, softcap):
     """What one consumer hands to the other is never older than it should be: the same bits again
     and again, with all of the GPU at it."""
     mask = masks.documents([0, 5, 1700, 4096], causal=True)
-    q, k, v, dout = (
-        torch.randn(4096, heads, d, device="cuda", dtype=BF16, requires_grad=True)
-        for heads in (16, 4, 4, 16)
+    q, k, v = (
+        torch.randn(4096, heads, dim, device="cuda", dtype=BF16, requires_grad=True)
+        for heads, dim in ((16, d), (4, d), (4, dv))
     )
+    dout = torch.randn(4096, 16, dv, device="cuda", dtype=BF16)
     out, _ = flex_flash_attn_func(
         q, k, v, mask, softcap=softcap, backend="hopper", return_max_logits=True
     )
