@@ -141,23 +141,27 @@ def main() -> None:
             lambda forward=forward: forward(blocks, sink=sink, softcap=3.0, return_max_logits=True),
         )
     assert sorted(bool(numbers) for numbers in kept) == [False, True]
-    for x in (q, k, v):
-        x.requires_grad_()
+    narrow = [x.requires_grad_() for x in (q, k, v)]
+    wide = [
+        torch.randn(640, heads, dim, dtype=torch.bfloat16, requires_grad=True)
+        for heads, dim in ((8, 192), (2, 192), (2, 128))
+    ]
     steps.torch = _Torch()
-    for name, parts, options in (
-        ("triton", 1, {}),
-        ("hopper", 1, {}),
-        ("hopper", 2, {"sm_margin": 4}),
-        ("hopper", 2, {"deterministic": True}),
+    for name, given, parts, options in (
+        ("triton", narrow, 1, {}),
+        ("hopper", narrow, 1, {}),
+        ("hopper", narrow, 2, {"sm_margin": 4}),
+        ("hopper", narrow, 2, {"deterministic": True}),
+        ("hopper wide", wide, 1, {"softcap": 3.0}),
     ):
         hopper_bwd_launch._splits_for = lambda *args, parts=parts: parts
         direct._known.clear()
-        out, _ = flex_flash_attn_func(q, k, v, mask, backend=name, **options)
+        out, _ = flex_flash_attn_func(*given, mask, backend=name.split()[0], **options)
         dout = torch.randn_like(out)
         compare(
             " ".join([name, "backward", *options]),
-            lambda out=out, dout=dout: list(
-                torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+            lambda given=given, out=out, dout=dout: list(
+                torch.autograd.grad(out, given, dout, retain_graph=True)
             ),
         )
 

@@ -1,16 +1,23 @@
-"""The Hopper backward behind backend="hopper", against the fp64 oracle."""
+"""The Hopper backward behind backend="hopper", against the fp64 oracle.
+
+Compilers take most of the time: 10 s and more for a form, four forms and more for head dims. Names
+of tests hold the dims, so that processes can share the work and no form is compiled twice: -k "d256
+and margin", -k "d256 and not margin", -k "d192x128 and softcap" and so on.
+"""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 from tests.gpu.test_attention import random_mask
 
-from keel import flex_flash_attn_func, masks
+from keel import flex_flash_attn_func, masks, ops
 from keel.kernels import flash_bwd, hopper_bwd_launch
 from keel.masks import AttnMask, AttnSlice
+from keel.meta import Scoring
 from keel.testing import Case, assert_right, run_case
 
 pytestmark = [
@@ -21,25 +28,42 @@ pytestmark = [
     ),
 ]
 
-VARIANTS = [  # (d, dv), dtype, sink, softcap
-    ((128, None), torch.bfloat16, False, 0.0),
-    ((128, None), torch.float16, True, 0.0),
-    ((64, None), torch.bfloat16, True, 0.0),
-    ((64, None), torch.float16, False, 0.0),
-    ((96, None), torch.bfloat16, False, 0.0),
-    ((40, None), torch.float16, False, 0.0),
-    ((128, 64), torch.bfloat16, True, 0.0),
-    ((64, 128), torch.bfloat16, False, 0.0),
-    ((128, None), torch.bfloat16, True, 1.5),
-    ((64, None), torch.float16, False, 0.7),
-    ((256, None), torch.bfloat16, False, 0.0),
-    ((256, None), torch.float16, True, 2.0),
-    ((192, None), torch.bfloat16, True, 0.0),
-    ((192, 128), torch.bfloat16, False, 0.0),
-    ((192, 128), torch.float16, True, 1.5),
-    ((136, 40), torch.float16, False, 0.0),
-    ((64, 256), torch.bfloat16, False, 0.0),
+BF16, FP16 = torch.bfloat16, torch.float16
+VARIANTS = [  # d, dv, dtype, sink, softcap
+    (128, 128, BF16, False, 0.0),
+    (128, 128, FP16, True, 0.0),
+    (64, 64, BF16, True, 0.0),
+    (64, 64, FP16, False, 0.0),
+    (96, 96, BF16, False, 0.0),
+    (40, 40, FP16, False, 0.0),
+    (128, 64, BF16, True, 0.0),
+    (64, 128, BF16, False, 0.0),
+    (128, 128, BF16, True, 1.5),
+    (64, 64, FP16, False, 0.7),
+    # Wide ones. Of blocks of 256 columns heads have all, most, or so few that 192 are multiplied.
+    (256, 256, BF16, False, 0.0),
+    (224, 256, FP16, True, 2.0),
+    (192, 192, BF16, True, 0.0),
+    (192, 128, BF16, False, 0.0),
+    (192, 128, FP16, True, 1.5),
+    (160, 40, FP16, False, 0.0),
+    (96, 200, BF16, False, 0.0),
 ]
+
+
+def named(d: int, dv: int, *rest: Any, marks: str = "") -> Any:
+    """Head dims and other values of a test, by a name that says what is compiled for them."""
+    return pytest.param(d, dv, *rest, id=(f"d{d}" if d == dv else f"d{d}x{dv}") + marks)
+
+
+def named_ways(d: int, dv: int, *rest: Any, marks: str = "") -> list[Any]:
+    """The same, with dq as it is fastest and in a fixed order. Wide heads have one way."""
+    fast = named(d, dv, *rest, False, marks=marks)
+    return [fast, named(d, dv, *rest, True, marks=marks + "-apart")][: 1 if max(d, dv) > 128 else 2]
+
+
+def marks_of(dtype: torch.dtype, softcap: float) -> str:
+    return ("-fp16" if dtype == FP16 else "") + ("-softcap" if softcap else "")
 
 
 @pytest.fixture
@@ -51,13 +75,18 @@ def no_portable_backward(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_portable_backward")
-@pytest.mark.parametrize("variant", range(len(VARIANTS)))
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_random_masks(variant, deterministic):
+@pytest.mark.parametrize(
+    ("d", "dv", "dtype", "sink", "softcap", "number", "deterministic"),
+    [
+        way
+        for number, values in enumerate(VARIANTS)
+        for way in named_ways(*values, number, marks=marks_of(values[2], values[4]))
+    ],
+)
+def test_random_masks(d, dv, dtype, sink, softcap, number, deterministic):
     """17 x 24 masks, every gradient, also with dq in a fixed order."""
-    (d, dv), dtype, sink, softcap = VARIANTS[variant]
     for seed in range(24):
-        rng = random.Random(1000 * variant + seed)
+        rng = random.Random(1000 * number + seed)
         hk = rng.choice([1, 2, 3])
         case = Case(
             mask=random_mask(rng, rng.choice([64, 300, 700, 1100])),
@@ -77,10 +106,12 @@ def test_random_masks(variant, deterministic):
 
 
 @pytest.mark.usefixtures("no_portable_backward")
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("d", "dv", "deterministic"),
+    [*named_ways(64, 64), *named_ways(128, 128), *named_ways(256, 256), *named_ways(192, 128)],
+)
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "tiny"])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_many_tiles(mask, d, deterministic):
+def test_many_tiles(mask, d, dv, deterministic):
     """Tiles that begin at odd keys and blocks at odd rows, more of them than there are SMs."""
     tokens = 2048 + 77
     lengths = [1, 3, 600, 5, 128, 256, 700, 17, 100, 315]
@@ -91,14 +122,20 @@ def test_many_tiles(mask, d, deterministic):
         "documents": masks.documents([sum(lengths[:n]) for n in range(11)], causal=True),
         "tiny": masks.documents(range(0, tokens, 12), causal=True),
     }[mask]
-    case = Case(mask=made, hq=24, hk=3, d=d, dtype=torch.bfloat16, device="cuda")
+    case = Case(mask=made, hq=24, hk=3, d=d, dv=dv, dtype=BF16, device="cuda")
     assert_right(case, backend="hopper", deterministic=deterministic)
 
 
 @pytest.mark.usefixtures("no_portable_backward")
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("d", "dv", "softcap"),
+    [
+        *(named(64, 64, 0.0), named(128, 128, 0.0), named(256, 256, 0.0)),
+        named(192, 128, 1.5, marks="-softcap"),
+    ],
+)
 @pytest.mark.parametrize("mask", ["causal", "documents", "nothing much"])
-def test_fewer_sms(mask, d):
+def test_margin_of_sms(mask, d, dv, softcap):
     """Blocks of threads that stay, many turns each and one; dk and dv as without a margin."""
     tokens = 2048 + 77
     made = {
@@ -106,10 +143,12 @@ def test_fewer_sms(mask, d):
         "documents": masks.documents([0, 1, 4, 604, 609, 1500, tokens], causal=True),
         "nothing much": AttnMask([AttnSlice.of_type((130, 140), (300, 350), 0)], tokens, tokens),
     }[mask]
-    case = Case(mask=made, hq=16, hk=4, d=d, dtype=torch.bfloat16, device="cuda")
+    case = Case(
+        mask=made, hq=16, hk=4, d=d, dv=dv, dtype=BF16, device="cuda", softcap=softcap
+    )  # fmt: skip
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     for margin in (1, 16, sms - 7, sms - 1):
-        for deterministic in (False, True):
+        for deterministic in (False, True) if max(d, dv) <= 128 else (False,):
             assert_right(case, backend="hopper", sm_margin=margin, deterministic=deterministic)
     few, all_of_them = (run_case(case, backend="hopper", sm_margin=n) for n in (sms - 5, 0))
     for name in ("dk", "dv"):  # parts may differ in number, and so in rounding
@@ -117,12 +156,12 @@ def test_fewer_sms(mask, d):
 
 
 @pytest.mark.usefixtures("no_portable_backward")
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize(("d", "dv"), [named(64, 64), named(128, 128), named(256, 256)])
 @pytest.mark.parametrize("bounds", [[0, 5, 700, 1301], [0, 4000]])
-def test_repeatable(bounds, d):
+def test_repeatable(bounds, d, dv):
     """dk and dv always, dq where it is asked for; both ways give the same but for rounding."""
     mask = masks.documents(bounds, causal=True)
-    case = Case(mask=mask, hq=8, hk=2, d=d, dtype=torch.bfloat16, device="cuda")
+    case = Case(mask=mask, hq=8, hk=2, d=d, dv=dv, dtype=BF16, device="cuda")
     first, second = (run_case(case, backend="hopper") for _ in range(2))
     assert all(torch.equal(first[n], second[n]) for n in ("dk", "dv"))
     asked = run_case(case, backend="hopper", deterministic=True)
@@ -134,42 +173,45 @@ def test_repeatable(bounds, d):
 
 
 @pytest.mark.usefixtures("no_portable_backward")
-def test_layouts():
+@pytest.mark.parametrize(("d", "dv"), [named(128, 128), named(256, 256), named(192, 128)])
+def test_layouts(d, dv):
     """A slice of fused projections, and pointers that TMA cannot take as they are."""
-    tokens, heads, dim = 500, 4, 128
+    tokens, heads = 500, 4
     mask = masks.documents([0, 77, 500], causal=True)
-    plain = torch.randn(3, tokens, heads, dim, device="cuda", dtype=torch.bfloat16)
-    dout = torch.randn(tokens, heads, dim, device="cuda", dtype=torch.bfloat16)
+    fused = torch.randn(tokens, heads, 2 * d + dv, device="cuda", dtype=BF16)
+    dout = torch.randn(tokens, heads, dv, device="cuda", dtype=BF16)
 
     def gradients(given, dout):
         given = [x.detach().requires_grad_() for x in given]
-        out, _ = flex_flash_attn_func(*given, mask, backend="hopper")
+        out, _ = flex_flash_attn_func(*given, mask, backend="hopper", return_max_logits=True)
         return torch.autograd.grad(out, given, dout)
 
-    expected = gradients(plain.unbind(), dout)
-    fused = plain.permute(1, 2, 0, 3).reshape(tokens, heads, 3, dim)
-    shifted = torch.empty(4 * tokens * heads * dim + 1, device="cuda", dtype=torch.bfloat16)[1:]
-    shifted = shifted.view(4, tokens, heads, dim)
-    shifted[:3], shifted[3] = plain, dout
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty(x.numel() + 1, device="cuda", dtype=BF16)[1:].view(x.shape).copy_(x)
+
+    parts = fused.split([d, d, dv], 2)
+    plain = [x.contiguous() for x in parts]
+    expected = gradients(plain, dout)
     heads_first = dout.transpose(0, 1).contiguous().transpose(0, 1)
     for given, given_dout in (
-        (fused.unbind(2), dout),
-        (shifted[:3].unbind(), shifted[3]),
-        (plain.unbind(), heads_first),
+        (parts, dout),
+        ([shifted(x) for x in plain], shifted(dout)),
+        (plain, heads_first),
     ):
-        dq, dk, dv = gradients(given, given_dout)
-        assert torch.equal(dk, expected[1]) and torch.equal(dv, expected[2])
+        dq, dk, dv_ = gradients(given, given_dout)
+        assert torch.equal(dk, expected[1]) and torch.equal(dv_, expected[2])
         torch.testing.assert_close(dq, expected[0], atol=1e-3, rtol=1e-2)  # another order
 
 
 @pytest.mark.usefixtures("no_portable_backward")
-def test_graph():
+@pytest.mark.parametrize(("d", "dv"), [named(64, 64), named(256, 256)])
+def test_graph(d, dv):
     mask = masks.documents([0, 901, 2000], causal=True)
-    q, k, v, dout = torch.randn(4, 2000, 8, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    q, k, v, dout = torch.randn(4, 2000, 8, d, device="cuda", dtype=BF16).unbind()
     given = [x.detach().requires_grad_() for x in (q, k, v)]
 
     def gradients():
-        out, _ = flex_flash_attn_func(*given, mask, backend="hopper")
+        out, _ = flex_flash_attn_func(*given, mask, backend="hopper", return_max_logits=True)
         return torch.autograd.grad(out, given, dout)
 
     expected = gradients()
@@ -185,29 +227,68 @@ def test_graph():
 
 
 @pytest.mark.usefixtures("no_portable_backward")
-@pytest.mark.parametrize("d", [64, 128, 256])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_softcap_at_its_limits(d, deterministic):
+@pytest.mark.parametrize(
+    ("d", "dv", "deterministic"),
+    [
+        *named_ways(64, 64, marks="-softcap"),
+        *named_ways(128, 128, marks="-softcap"),
+        *named_ways(256, 256, marks="-softcap"),
+    ],
+)
+def test_limits_of_caps(d, dv, deterministic):
     """Scores far beyond the cap, where its slope is 0, and far below, where it is 1."""
-    for scale, softcap in ((30.0, 1.0), (1.0, 2.0), (0.1, 200.0)):
+    for scale, softcap in ((30.0, 1.0), (1.0, 2.0), (0.1, 50.0)):
         case = Case(
-            mask=masks.causal(777), hq=6, hk=2, d=d, dtype=torch.bfloat16, device="cuda",
+            mask=masks.causal(777), hq=6, hk=2, d=d, dv=dv, dtype=BF16, device="cuda",
             scale=scale, softcap=softcap,
         )  # fmt: skip
         assert_right(case, backend="hopper", deterministic=deterministic)
 
 
 @pytest.mark.usefixtures("no_portable_backward")
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_wide_heads_many_times(softcap):
+@pytest.mark.parametrize(
+    ("d", "dv", "softcap"), [named(256, 256, 0.0), named(256, 256, 3.0, marks="-softcap")]
+)
+def test_many_times(d, dv, softcap):
     """What one consumer hands to the other is never older than it should be: the same bits again
     and again, with all of the GPU at it."""
     mask = masks.documents([0, 5, 1700, 4096], causal=True)
-    case = Case(mask=mask, hq=16, hk=4, d=256, dtype=torch.bfloat16, device="cuda", softcap=softcap)
-    first = run_case(case, backend="hopper")
-    for _ in range(50):
-        again = run_case(case, backend="hopper")
-        assert all(torch.equal(first[n], again[n]) for n in ("dq", "dk", "dv"))
+    q, k, v = (
+        torch.randn(4096, heads, dim, device="cuda", dtype=BF16, requires_grad=True)
+        for heads, dim in ((16, d), (4, d), (4, dv))
+    )
+    dout = torch.randn(4096, 16, dv, device="cuda", dtype=BF16)
+    out, _ = flex_flash_attn_func(
+        q, k, v, mask, softcap=softcap, backend="hopper", return_max_logits=True
+    )
+    first = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    for _ in range(200):
+        again = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.usefixtures("no_portable_backward")
+@pytest.mark.parametrize(("d", "dv"), [named(128, 128), named(256, 256), named(192, 128)])
+def test_gradients_in_fp32(d, dv):
+    """As calc_attn adds them up: what is rounded otherwise, in full."""
+    mask = masks.documents([0, 130, 1000], causal=True)
+    made = Case(mask=mask, hq=8, hk=2, d=d, dv=dv, dtype=BF16, device="cuda").tensors()
+    q, k, v, dout = (made[name] for name in ("q", "k", "v", "dout"))
+    out, meta = flex_flash_attn_func(q, k, v, mask, backend="hopper", return_max_logits=True)
+    rounded, full = (
+        ops.gradients(
+            *(dout, None, q, k, v, out, meta.lse, mask, Scoring(scale=d**-0.5)),
+            want_dbias=False,
+            deterministic=True,
+            sm_margin=0,
+            backend="hopper",
+            dtype=dtype,
+        )[:3]
+        for dtype in (BF16, torch.float32)
+    )
+    for x, y in zip(rounded, full, strict=True):
+        assert y.dtype == torch.float32 and not torch.equal(y, y.bfloat16().float())
+        assert torch.equal(x, y.bfloat16())
 
 
 def test_the_portable_backward_serves_the_rest(monkeypatch):
@@ -218,18 +299,41 @@ def test_the_portable_backward_serves_the_rest(monkeypatch):
 
     monkeypatch.setattr(hopper_bwd_launch, "backward", refuse)
     monkeypatch.setattr(hopper_bwd_launch, "MAX_TILES", 4)
-    case = Case(mask=masks.causal(300), hq=4, hk=2, d=128, dtype=torch.bfloat16, device="cuda")
+    case = Case(mask=masks.causal(300), hq=4, hk=2, d=128, dtype=BF16, device="cuda")
     assert_right(case, backend="hopper")
 
 
 @pytest.mark.usefixtures("no_portable_backward")
-def test_keys_that_nobody_sees():
-    q = torch.randn(200, 2, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    k = torch.randn(500, 2, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+@pytest.mark.parametrize(("d", "dv"), [named(128, 128), named(256, 256)])
+def test_keys_that_nobody_sees(d, dv):
+    q = torch.randn(200, 2, d, device="cuda", dtype=BF16, requires_grad=True)
+    k = torch.randn(500, 2, d, device="cuda", dtype=BF16, requires_grad=True)
     mask = AttnMask([AttnSlice.of_type((130, 140), (300, 350), 0)], 200, 500)
-    out, _ = flex_flash_attn_func(q, k, k, mask, backend="hopper")
+    out, _ = flex_flash_attn_func(q, k, k, mask, backend="hopper", return_max_logits=True)
     dq, dk = torch.autograd.grad(out, [q, k], torch.randn_like(out))
     rows, keys = torch.zeros(200, dtype=torch.bool), torch.zeros(500, dtype=torch.bool)
     rows[130:140] = keys[300:350] = True
     assert (dq[~rows] == 0).all() and (dk[~keys] == 0).all()
     assert (dq[rows] != 0).any(2).all() and (dk[keys] != 0).any(2).all()
+
+
+@pytest.mark.usefixtures("no_portable_backward")
+@pytest.mark.parametrize(("d", "dv"), [named(128, 128), named(256, 256), named(192, 128)])
+def test_logits_far_below_zero(d, dv):
+    """Rows and keys behind the end have logit 0, infinitely likely beside these."""
+    mask = masks.documents([0, 77, 333])
+    made = Case(mask=mask, hq=4, hk=2, d=d, dv=dv, dtype=BF16, device="cuda").tensors()
+    q, k, v, dout = (made[name] for name in ("q", "k", "v", "dout"))
+    q, k = q * 0.1 + 2, k * 0.1 - 2
+    for deterministic in (False, True):
+        given = [x.detach().requires_grad_() for x in (q, k, v)]
+        out, _ = flex_flash_attn_func(
+            *given, mask, softmax_scale=0.3, backend="hopper", deterministic=deterministic,
+            return_max_logits=True,
+        )  # fmt: skip
+        ours = torch.autograd.grad(out, given, dout)
+        exact = [x.double().detach().requires_grad_() for x in (q, k, v)]
+        right_out, _ = flex_flash_attn_func(*exact, mask, softmax_scale=0.3, backend="reference")
+        right = torch.autograd.grad(right_out, exact, dout.double())
+        for x, y in zip(ours, right, strict=True):
+            torch.testing.assert_close(x.double(), y, atol=0.05, rtol=0.02)

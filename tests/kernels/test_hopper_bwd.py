@@ -63,15 +63,21 @@ def probabilities(s: torch.Tensor, lse2: torch.Tensor, given: Any) -> tuple[Any,
     return p, p * (1 - tanh**2)
 
 
+def behind_the_end(x: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
+    """x (tokens, heads, ...) with what a kernel finds behind its last token, up to a block."""
+    return torch.cat([x.double(), x.new_full((128, *x.shape[1:]), fill, dtype=torch.float64)])
+
+
 def walk(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
     """What hopper_bwd_kernel and hopper_bwd_wide_kernel do, on the same arguments."""
     given, form = prepared.arguments, prepared.arguments["FORM"]
     num_keys = form.parts * 64
-    q, k, v, do = (tensors[name].double() for name in ("Q", "K", "V", "DO"))
-    lse2, delta = tensors["LSE2"].double(), tensors["DELTA"].double()
+    tq, tk = len(tensors["Q"]), len(tensors["K"])
+    q, k, v, do = (behind_the_end(tensors[name]) for name in ("Q", "K", "V", "DO"))
+    lse2, delta = (behind_the_end(tensors[name].T).T for name in ("LSE2", "DELTA"))
     lo, hi = (given[n].view(-1, num_keys) for n in ("KEY_LO", "KEY_HI"))
     tiles, runs = given["TILES"].tolist(), given["RUNS"].tolist()
-    scale, tq, tk = given["scale"], len(q), len(k)
+    scale = given["scale"]
     assert given["tq"] == tq
     wide = max(q.shape[2], v.shape[2]) > 128
     assert set(prepared.left_out) == ({"DQ32"} if wide else set()) | (
@@ -83,24 +89,25 @@ def walk(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
         if form.staged and whole:  # TMA clips at the end of the tensor
             assert key_end == min(key + num_keys, tk)
         kv_head = lane // given["splits"]
-        keys = torch.arange(key, min(key + num_keys, tk))  # all that TMA brings
+        keys = torch.arange(key, key + num_keys)
         dk, dv = (torch.zeros(len(keys), x.shape[2], dtype=x.dtype) for x in (k, v))
         for head in range(lane * given["heads_each"], (lane + 1) * given["heads_each"]):
             for run in range(first, last):
                 begin, end, key_set, _ = runs[run]
                 for row in range(begin, end, form.bm):
-                    rows = torch.arange(row, min(row + form.bm, tq))
+                    rows = torch.arange(row, row + form.bm)
                     s = q[rows, head] @ k[keys, kv_head].T
                     p, weight = probabilities(s, lse2[head, rows][:, None], given)
                     if run >= split:
-                        low, high = (b[key_set, : len(keys)] for b in (lo, hi))
+                        low, high = lo[key_set], hi[key_set]
                         sees = (rows[:, None] >= low) & (rows[:, None] < high)
                         p, weight = (torch.where(sees, x, 0.0) for x in (p, weight))
                     ds = weight * (do[rows, head] @ v[keys, kv_head].T - delta[head, rows][:, None])
                     dv += p.T @ do[rows, head]
                     dk += ds.T @ q[rows, head]
-                    if form.with_dq:
-                        tensors["DQ32"][rows, head] += (ds @ k[keys, kv_head]).float()
+                    if form.with_dq:  # TMA leaves out what is behind the end
+                        dq = (ds @ k[keys, kv_head]).float()
+                        tensors["DQ32"][row : row + form.bm, head] += dq[: max(tq - row, 0)]
         mine = slice(0, key_end - key)
         for out, grad in (("DK_OUT", dk * scale), ("DV_OUT", dv)):
             tensors[out][keys[mine], lane] = grad[mine].to(tensors[out].dtype)
@@ -109,25 +116,26 @@ def walk(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
 def walk_queries(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
     """What hopper_bwd_dq_kernel does, on the same arguments."""
     given, form = prepared.arguments, prepared.arguments["FORM"]
-    q, k, v, do = (tensors[name].double() for name in ("Q", "K", "V", "DO"))
-    lse2, delta = tensors["LSE2"].double(), tensors["DELTA"].double()
+    q, k, v, do = (behind_the_end(tensors[name]) for name in ("Q", "K", "V", "DO"))
+    lse2 = behind_the_end(tensors["LSE2"].T, torch.inf).T
+    delta = behind_the_end(tensors["DELTA"].T).T
     lo, hi = (given[n].view(-1, KEYS) for n in ("ROW_LO", "ROW_HI"))
     tiles, runs = given["TILES"].tolist(), given["RUNS"].tolist()
     assert prepared.left_out == (() if form.staged else ("DQ",))
     for head, y in work_of(prepared):
         row, row_end, first, split, last, row_set, *first_run = tiles[y]
         assert first_run == runs[first][:2] and (split == last or row_set == runs[split][2])
-        rows = torch.arange(row, min(row + KEYS, given["tq"]))  # all that TMA brings
+        rows = torch.arange(row, row + KEYS)
         dq = torch.zeros(len(rows), q.shape[2], dtype=q.dtype)
         for run in range(first, last):
             begin, end, row_set, _ = runs[run]
             for key in range(begin, end, form.bn):
-                keys = torch.arange(key, min(key + form.bn, len(k)))
+                keys = torch.arange(key, key + form.bn)
                 kv_head = head // given["group"]
                 s = q[rows, head] @ k[keys, kv_head].T
                 _, p = probabilities(s, lse2[head, rows][:, None], given)
                 if run >= split:
-                    low, high = (b[row_set, : len(rows), None] for b in (lo, hi))
+                    low, high = lo[row_set, :, None], hi[row_set, :, None]
                     p = torch.where((keys >= low) & (keys < high), p, 0.0)
                 ds = p * (do[rows, head] @ v[keys, kv_head].T - delta[head, rows][:, None])
                 dq += ds @ k[keys, kv_head]
@@ -136,8 +144,12 @@ def walk_queries(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
         tensors["DQ_OUT"][rows[mine], head] = (dq * given["scale"])[mine].to(q.dtype).half()
 
 
+DOCUMENTS = [(0, 130, 1), (130, 131, 1), (131, 300, 1), (300, 420, 0)]
 MASKS = {
-    "documents": masks.documents([0, 130, 131, 300, 420], causal=True),
+    "documents": AttnMask(  # the last one is full
+        [AttnSlice.of_type((a, b), (a, b), kind) for a, b, kind in DOCUMENTS],
+        *(420, 420),
+    ),
     "window": masks.sliding_window(200, 333, left=70, right=3, sink_tokens=5),
     "two intervals": AttnMask(
         [AttnSlice(0, 150, 0, 40), AttnSlice(20, 200, 100, 260, hi=90), AttnSlice(0, 9, 0, 300)],
@@ -150,26 +162,32 @@ MASKS = {
 
 @interpreted
 @pytest.mark.parametrize(
-    ("d", "dv", "splits", "margin", "deterministic", "softcap"),
+    ("d", "dv", "splits", "margin", "deterministic", "softcap", "low"),
     [  # margins of 4 SMs
-        (64, 64, 1, 0, False, 0.0),
-        (128, 128, 1, 2, False, 0.0),
-        (128, 128, 2, 0, True, 1.5),
-        (96, 40, 4, 1, False, 0.0),
-        (64, 64, 1, 1, True, 0.0),
-        (64, 64, 1, 0, False, 0.7),
-        (136, 128, 2, 0, False, 0.0),
-        (192, 256, 1, 1, True, 2.0),
+        (64, 64, 1, 0, False, 0.0, False),
+        (128, 128, 1, 2, False, 0.0, False),
+        (128, 128, 2, 0, True, 1.5, False),
+        (96, 40, 4, 1, False, 0.0, True),
+        (64, 64, 1, 1, True, 0.0, True),
+        (64, 64, 1, 0, False, 0.7, False),
+        (136, 128, 2, 0, False, 0.0, True),
+        (192, 256, 1, 1, True, 2.0, False),
     ],
 )
 @pytest.mark.parametrize("name", MASKS)
-def test_gradients_of_the_records(name, d, dv, splits, margin, deterministic, softcap, monkeypatch):
+def test_gradients_of_the_records(
+    name, d, dv, splits, margin, deterministic, softcap, low, monkeypatch
+):
+    """low: logits so far below 0 that a key behind the end, of logit 0, would be infinitely likely
+    if it were not masked."""
     mask, hq, hk = MASKS[name], 4, 1 if d == 96 else 2
     torch.manual_seed(0)
     q = torch.randn(mask.tq, hq, d).half()
     k, v = torch.randn(mask.tk, hk, d).half(), torch.randn(mask.tk, hk, dv).half()
+    if low:
+        q, k = q * 0.1 + 8, k * 0.1 - 8
     dout = torch.randn(mask.tq, hq, dv).half()
-    scoring = Scoring(scale=d**-0.5, softcap=softcap)
+    scoring = Scoring(scale=0.3 if low else d**-0.5, softcap=softcap)
     exact = [x.double() for x in (dout, q, k, v)]
     out, lse, _ = attention(*exact[1:], mask, scoring)
     delta = (exact[0] * out).sum(-1)
@@ -201,7 +219,8 @@ def test_gradients_of_the_records(name, d, dv, splits, margin, deterministic, so
     apart = deterministic or d > 128
     assert launched == [by_keys, *(["hopper_bwd_dq_kernel"] if apart else [])]
     for ours, right in zip(grads, expected, strict=True):
-        torch.testing.assert_close(ours.double(), right, rtol=2e-3, atol=2e-3)
+        # lse is fp32: where it is large, its last bit counts
+        torch.testing.assert_close(ours.double(), right, rtol=2e-3, atol=1e-2 if low else 2e-3)
     nobody = ~mask.to_dense().any(0)
     assert (grads[1][nobody] == 0).all() and (grads[2][nobody] == 0).all()
 

@@ -15,6 +15,7 @@ import torch
 TESTS = Path(__file__).parents[1]
 CALLS = ["triton forward", "triton sink", "hopper forward", "hopper sink", "triton backward"]
 CALLS += ["hopper backward", "hopper backward sm_margin", "hopper backward deterministic"]
+CALLS += ["hopper wide backward softcap"]
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the fake driver has to be compiled")
