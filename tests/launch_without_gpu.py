@@ -29,6 +29,7 @@ from keel.kernels import (
     launch,
     steps,
 )
+from keel.meta import Scoring
 
 CUDA = ctypes.CDLL("libcuda.so.1")
 STREAM = 7
@@ -140,7 +141,16 @@ def main() -> None:
             f"{backend} sink",
             lambda forward=forward: forward(blocks, sink=sink, softcap=3.0, return_max_logits=True),
         )
-    assert sorted(bool(numbers) for numbers in kept) == [False, True]
+    short, seen = torch.randn(16, 64, 64, dtype=torch.bfloat16), masks.full(16, 8192)
+    long = torch.randn(8192, 8, 64, dtype=torch.bfloat16)
+
+    def packed() -> list[torch.Tensor]:
+        out, meta = flex_flash_attn_func(short, long, long, seen, backend="hopper")
+        return [out, meta.lse]
+
+    assert hopper_launch._tiles_for(short, long, seen, Scoring(scale=1.0), 0, None).pack == 8
+    compare("hopper packed", packed)
+    assert [bool(numbers) for numbers in kept] == [True, False, True]
     for x in (q, k, v):
         x.requires_grad_()
     steps.torch = _Torch()

@@ -466,7 +466,7 @@ def test_parts_of_tiles_get_memory_of_their_own(stub: Stub, monkeypatch) -> None
     mask = masks.full(TOKENS, 2048)  # one tile for each of four heads, and 132 SMs
     q = torch.randn(TOKENS, HQ, D).bfloat16()
     k, v = (torch.randn(2048, HK, D).bfloat16() for _ in range(2))
-    _, cut = hopper_tiles.few_tiles(mask, (64, 128), HQ, 132, False)
+    _, cut, _ = hopper_tiles.few_tiles(mask, (64, 128), HQ, 132, False)
     assert cut is not None and cut.num_cut == 1
     kept, sizes = [], []
     between = hopper_launch.between_parts
