@@ -37,6 +37,24 @@ def forms() -> list[Form]:
         choose_form(96, 96, 128, out_matches=True, want_max=False),
         *three_consumers(),
         *cuts(),
+        *packed(),
+    ]
+
+
+def packed() -> list[Form]:
+    """Heads that share a tile, whole or cut, in boxes of all shapes."""
+
+    def form(d: int, bn: int, pack: int, staged: bool = True, **options: Any) -> Form:
+        return choose_form(d, d, bn, out_matches=staged, want_max=True, pack=pack, **options)
+
+    return [
+        *(form(128, 128, pack) for pack in (2, 8)),
+        *(form(128, 128, pack, cuts=True) for pack in (4, 8, 64)),
+        *(form(128, 64, 8, cuts=cuts) for cuts in (False, True)),
+        *(form(64, bn, 16, cuts=True) for bn in (64, 128)),
+        form(128, 64, 8, has_softcap=True, has_sink=True, cuts=True),
+        form(128, 128, 8, staged=False, accumulate=True, cuts=True),
+        form(96, 128, 32, has_sink=True),
     ]
 
 
@@ -68,9 +86,10 @@ def three_consumers() -> list[Form]:
 
 def signature(form: Form) -> tuple[dict[str, str], dict, dict]:
     """(types, constants, alignments) of a call with contiguous bf16 tensors."""
-    boxes = {"Q": (64, form.d), "K": (form.bn, form.d), "V": (form.bn, form.dv)}
+    rows = (64 // form.pack, form.pack)
+    boxes = {"Q": (*rows, form.d), "K": (form.bn, 1, form.d), "V": (form.bn, 1, form.dv)}
     if form.staged:
-        boxes["O"] = (64, form.dv)
+        boxes["O"] = (*rows, form.dv)
     absent = {"O"} - boxes.keys() | ({"SINK"} if not form.has_sink else set())
     absent |= {"MAX_LOGITS"} if not form.want_max else set()
     absent |= OF_CUTS if not form.cuts else set()
@@ -81,7 +100,7 @@ def signature(form: Form) -> tuple[dict[str, str], dict, dict]:
         if name == "FORM" or name in absent:
             types[name], constants[(index,)] = "constexpr", form if name == "FORM" else None
         elif name in boxes:
-            block = [boxes[name][0], 1, boxes[name][1]]
+            block = list(boxes[name])
             layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
             types[name] = f"tensordesc<bf16{block},{layout!r}>"
         elif name == "OUT":

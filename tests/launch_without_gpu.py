@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
 
-from keel import direct, flex_flash_attn_func, masks, ops
+from keel import direct, flex_flash_attn_func, masks, ops, tile_parts
 from keel.kernels import (
     flash_bwd,
     flash_common,
@@ -29,6 +29,7 @@ from keel.kernels import (
     launch,
     steps,
 )
+from keel.meta import Scoring
 
 CUDA = ctypes.CDLL("libcuda.so.1")
 STREAM = 7
@@ -121,7 +122,8 @@ def main() -> None:
     pretend()
     note_sizes()
     q, k, v = (torch.randn(640, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
-    # of the first, the Hopper forward cuts tiles into parts; of the second, none
+    # of the first, the Hopper forward cuts tiles into parts, if that costs little; of the second, none
+    tile_parts.MEET_TIME, tile_parts.WORTH_IT = 1.0, 1.05
     mask, blocks = masks.causal(640), masks.documents(range(0, 641, 128))
     sink = torch.zeros(8)
     kept: dict[int, Any] = {}
@@ -140,7 +142,16 @@ def main() -> None:
             f"{backend} sink",
             lambda forward=forward: forward(blocks, sink=sink, softcap=3.0, return_max_logits=True),
         )
-    assert sorted(bool(numbers) for numbers in kept) == [False, True]
+    short, seen = torch.randn(16, 64, 64, dtype=torch.bfloat16), masks.full(16, 8192)
+    long = torch.randn(8192, 8, 64, dtype=torch.bfloat16)
+
+    def packed() -> list[torch.Tensor]:
+        out, meta = flex_flash_attn_func(short, long, long, seen, backend="hopper")
+        return [out, meta.lse]
+
+    assert hopper_launch._tiles_for(short, long, seen, Scoring(scale=1.0), 0, None).pack == 8
+    compare("hopper packed", packed)
+    assert [bool(numbers) for numbers in kept] == [True, False, True]
     narrow = [x.requires_grad_() for x in (q, k, v)]
     wide = [
         torch.randn(640, heads, dim, dtype=torch.bfloat16, requires_grad=True)

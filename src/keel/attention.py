@@ -441,10 +441,12 @@ def warmup(
     >>> warmup(2, 1, 16, device="cpu", dtype=torch.float32)
     """
     where = torch.device(device)
-    # Kernels choose tiles by how wide rows are, and parts by how many tiles: masks of each sort.
-    # Tiles of the last one have two blocks of keys, and are never cut.
+    # Kernels choose tiles by how wide rows are, parts by how many tiles, and heads that share one
+    # by how few rows: masks of each sort. Tiles of the last one have two blocks of keys, and are
+    # never cut.
     short = masks.documents(range(0, 1025, 256))
-    for mask in (masks.causal(64), masks.full(64, 4096), masks.causal(1001), short):
+    wide = (masks.full(64, 4096), masks.full(128, 4096))
+    for mask in (masks.causal(64), *wide, masks.causal(1001), short):
         q, k, v = (
             torch.randn(tokens, heads, dim, dtype=dtype, device=where, requires_grad=backward)
             for tokens, heads, dim in (

@@ -47,10 +47,16 @@ WORTH_IT = 1.25
 WORTH_A_CHANGE = 1.1
 """and the cheapest tiles so many times as long as others that are done earlier."""
 
-MAX_PARTS = 8
-"""Of one tile; its share has room for 15."""
+SHARE_BITS = 6
+"""Of a share, for the number of parts and for that of a part each."""
 
-NUM_TARGETS = 24
+MAX_PARTS = 32
+"""Of one tile."""
+
+MAX_PLACES = 1024
+"""Of cut tiles times heads times the most parts: 68 MB with 128 values a row."""
+
+NUM_TARGETS = 36
 """Lengths of parts that are tried, from the longest tile's down to one of MAX_PARTS of it."""
 
 TURNS = 2
@@ -63,20 +69,23 @@ class CutTiles:
 
     records: TileRecords
     shares: Int32s
-    """(tiles,): -1 of a whole tile; of a part, number of its tile << 8 | parts << 4 | number of the
-    part. Cut tiles are counted from 0."""
+    """(tiles,): -1 of a whole tile; of a part, from the lowest bits, SHARE_BITS each for its number
+    and for how many there are, then the number of its tile. Cut tiles are counted from 0."""
     num_cut: int
     most_parts: int
     """Of one tile."""
 
     def numbers_between(self, heads: int, dv: int) -> int:
-        """How many fp32 numbers parts leave: sums of dv values, a top and a total for each row."""
+        """How many fp32 numbers parts leave: sums of dv values, a top and a total for each row.
+
+        heads: of queries; where some of them share a tile, it has as many tokens less.
+        """
         return self.num_cut * heads * self.most_parts * self.records.rows * (dv + 2)
 
 
-def are_few(mask: AttnMask, heads: int, sms: int) -> bool:
+def are_few(mask: AttnMask, heads: int, sms: int, tile_rows: int = ROWS) -> bool:
     """Whether the tiles of a mask are worth a closer look, and cuts."""
-    return 0 < -(mask.tq // -ROWS) * heads <= TURNS * sms
+    return 0 < -(mask.tq // -tile_rows) * heads <= TURNS * sms
 
 
 def end_of_last(times: Sequence[float], workers: int) -> float:
@@ -92,18 +101,24 @@ def end_of_last(times: Sequence[float], workers: int) -> float:
 
 
 def best_of_few(
-    mask: AttnMask, block_ns: tuple[int, ...], heads: int, sms: int, *, skips: bool = False
-) -> tuple[TileRecords, CutTiles | None]:
-    """The tiles with which all heads are done first, and how they are cut, if they are.
+    mask: AttnMask,
+    block_ns: tuple[int, ...],
+    heads: int,
+    sms: int,
+    *,
+    tile_rows: int = ROWS,
+    skips: bool = False,
+) -> tuple[TileRecords, CutTiles | None, float]:
+    """The tiles with which all heads are done first, how they are cut, if they are, and when that
+    is expected to be: see `expected_end`.
 
     skips: with blocks of 128 keys, consumers compute the half of a partial block that they need.
     """
-    choices = [with_needs(x) for x in choices_of_records(mask, block_ns)]
+    choices = [with_needs(x) for x in choices_of_records(mask, block_ns, tile_rows)]
     plans = [
         (records, *choose_cuts(records, heads, sms, skips=skips and records.block_n == 128))
         for records in choices
     ]
-
     cheapest = min(records.time for records in choices)
 
     def price(plan: tuple[TileRecords, list[int], float]) -> tuple[float, float]:
@@ -114,9 +129,9 @@ def best_of_few(
             end *= WORTH_A_CHANGE
         return end, records.time
 
-    records, counts, _ = min(plans, key=price)
+    records, counts, end = min(plans, key=price)
     cut = cut_tiles(records, counts, skips=skips and records.block_n == 128)
-    return records if cut is None else cut.records, cut
+    return records if cut is None else cut.records, cut, end
 
 
 def choose_cuts(
@@ -139,6 +154,8 @@ def choose_cuts(
         beside = TILE_TIME * counts + MEET_TIME * np.where(counts > 1, counts, 0)
         if LAUNCH_TIME + heads * (time + beside).sum() / sms > best_end:
             break  # not even if it were evenly distributed; finer cuts cost more
+        if (counts > 1).sum() * heads * counts.max() > MAX_PLACES:
+            continue
         end = expected_end(time, length, counts, heads, sms)
         if end < best_end:
             best, best_end = counts, end
@@ -228,7 +245,7 @@ def cut_tiles(
             made[5] = cut[min(begin_split - end_of_runs, len(cut) - 1), 2]
             made[6:8] = cut[0, :2]
             tiles.append(made)
-            shares.append(num_cut << 8 | parts << 4 | part)
+            shares.append((num_cut << SHARE_BITS | parts) << SHARE_BITS | part)
             times.append(each[taken].sum())
             lengths.append(int(taken.sum()))
             runs.append(cut)
@@ -244,6 +261,6 @@ def cut_tiles(
         runs=np.concatenate(runs),
         work=TileWork(max(lengths), sum(lengths), len(tiles)),
     )
-    if records.rows == 2 * PART:
+    if records.rows != 3 * PART:
         cut_records = with_needs(cut_records)
     return CutTiles(cut_records, np.array(shares, np.int32)[order], num_cut, most_parts)

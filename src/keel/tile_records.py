@@ -94,7 +94,7 @@ class TileRecords:
 def best_records(mask: AttnMask, block_ns: tuple[int, ...], tile_rows: int = ROWS) -> TileRecords:
     """The cheapest tiles of a mask with blocks of one of these numbers of keys."""
     best = min(choices_of_records(mask, block_ns, tile_rows), key=lambda records: records.time)
-    return best if tile_rows != 2 * PART else with_needs(best)
+    return best if tile_rows == 3 * PART else with_needs(best)
 
 
 def choices_of_records(
@@ -112,14 +112,14 @@ def choices_of_records(
 
 
 def with_needs(records: TileRecords) -> TileRecords:
-    """Runs with what each part of the rows needs of them, in tiles of two parts."""
+    """Runs with what each half of the rows needs of them, in tiles of two parts."""
     key, end, row_set = records.runs[:, :3].T.astype(np.int64)
     nothing = records.row_lo >= records.row_hi
     low = np.where(nothing, np.iinfo(np.int32).max, records.row_lo)
     high = np.where(nothing, 0, records.row_hi)
     needs = np.zeros(len(key), np.int64)
     for part in range(2):
-        rows = slice(part * PART, (part + 1) * PART)
+        rows = slice(part * records.rows // 2, (part + 1) * records.rows // 2)
         first = np.clip(low[:, rows].min(1)[row_set] - key, 0, end - key) // HALF
         behind = -(np.clip(high[:, rows].max(1)[row_set] - key, 0, end - key) // -HALF)
         too_long = end - key > FAR * HALF

@@ -70,6 +70,7 @@ def test_hopper_kernels_do_not_spill():
     variants = compiled("compile_hopper.py")
     assert {(v["d"], v["bn"]) for v in variants} >= {(64, 128), (128, 64), (128, 128), (256, 64)}
     assert {v["bn"] for v in variants if v["consumers"] == 3} == {64, 128}
+    assert {v["pack"] for v in variants if v["cuts"]} >= {1, 4, 8, 16, 64}
     for v in variants:
         assert v["shared"] <= SHARED_LIMIT[90], v
         assert v["loop_spills"] == 0, v

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parents[1]
-CALLS = ["triton forward", "triton sink", "hopper forward", "hopper sink", "triton backward"]
-CALLS += ["hopper backward", "hopper backward sm_margin", "hopper backward deterministic"]
-CALLS += ["hopper wide backward softcap"]
+CALLS = ["triton forward", "triton sink", "hopper forward", "hopper sink", "hopper packed"]
+CALLS += ["triton backward", "hopper backward", "hopper backward sm_margin"]
+CALLS += ["hopper backward deterministic", "hopper wide backward softcap"]
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the fake driver has to be compiled")

@@ -16,9 +16,9 @@ from keel.masks import AttnMask, AttnSlice
 from keel.tile_parts import (
     LAUNCH_TIME,
     MAX_PARTS,
-    WORTH_IT,
     MEET_TIME,
     READ_TIME,
+    WORTH_IT,
     CutTiles,
     are_few,
     best_of_few,
@@ -48,8 +48,8 @@ def check(cut: CutTiles, whole: TileRecords, mask: AttnMask, counts: list[int]) 
         if share < 0:
             rows.append((row0, row_end))
         else:
-            place = ((share >> 4) & 15, share & 15, (row0, row_end))
-            met.setdefault(share >> 8, []).append(place)
+            tile, number, part = share >> 12, (share >> 6) & 63, share & 63
+            met.setdefault(tile, []).append((number, part, (row0, row_end)))
     assert sorted(met) == list(range(cut.num_cut))
     for parts in met.values():  # all of them, of the same rows, each once
         number = len(parts)
@@ -64,7 +64,10 @@ def check(cut: CutTiles, whole: TileRecords, mask: AttnMask, counts: list[int]) 
 
 @settings(max_examples=150)
 @given(
-    attn_masks(max_tokens=500), st.sampled_from([64, 128]), st.sampled_from([128, 192]), st.data()
+    attn_masks(max_tokens=500),
+    st.sampled_from([64, 128]),
+    st.sampled_from([2, 16, 128, 192]),
+    st.data(),
 )
 def test_every_pair_once(mask, block_n, tile_rows, data):
     records = best_records(mask, (block_n,), tile_rows)
@@ -86,7 +89,7 @@ def test_parts_take_about_the_same_time():
     cut = cut_tiles(records, [4])
     assert cut is not None
     assert sorted(len(x) for x in block_times(cut.records)) == [2, 2, 3, 3]
-    by_part = {s & 15: t for s, t in zip(cut.shares.tolist(), cut.records.tiles, strict=True)}
+    by_part = {s & 63: t for s, t in zip(cut.shares.tolist(), cut.records.tiles, strict=True)}
     keys = [(int(by_part[n][6]), int(by_part[n][7])) for n in range(4)]
     assert [a for a, _ in keys[1:]] == [b for _, b in keys[:-1]]  # in the order of keys
     assert (keys[0][0], keys[-1][1]) == (0, 1280)
@@ -160,12 +163,12 @@ def test_few_tiles_are_chosen_for_their_heads():
     lengths = [260, 260, 40, 150, 300]
     mask = masks.documents(np.cumsum([0, *lengths]).tolist())
     cheapest = best_records(mask, (64, 128))
-    few, cut = best_of_few(mask, (64, 128), 8, 132, skips=True)
+    few, cut, _ = best_of_few(mask, (64, 128), 8, 132, skips=True)
     ends = [choose_cuts(x, 8, 132, skips=x.block_n == 128)[1] for x in (cheapest, few)]
     assert cut is None and few.time > cheapest.time and ends[1] < ends[0]
     assert (covered(few, mask).numpy() == mask.to_dense().numpy()).all()
     causal = masks.causal(4096)
-    records, cut = best_of_few(causal, (64, 128), 1, 132, skips=True)
+    records, cut, _ = best_of_few(causal, (64, 128), 1, 132, skips=True)
     assert cut is not None and cut.records is records
     counts = choose_cuts(best_records(causal, (128,)), 1, 132, skips=True)[0]
     check(cut, best_records(causal, (128,)), causal, counts)
@@ -184,7 +187,7 @@ def test_a_long_tile_among_many_stays_whole():
     slices += [AttnSlice(n, n + 128, n, n + 128) for n in range(128, 300 * 128, 128)]
     records = best_records(AttnMask(slices, 300 * 128, 300 * 128), (128,))
     assert choose_cuts(records, 1, 132)[0] == [1] * 300
-    assert max(choose_cuts(records, 1, 151)[0]) == MAX_PARTS
+    assert 16 < max(choose_cuts(records, 1, 151)[0]) <= MAX_PARTS
 
 
 def test_expected_end():

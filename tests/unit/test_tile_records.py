@@ -16,7 +16,6 @@ from keel.masks import AttnMask, AttnSlice
 from keel.tile_records import (
     FAR,
     HALF,
-    PART,
     ROWS,
     TileRecords,
     best_records,
@@ -55,9 +54,10 @@ def covered(records: TileRecords, mask: AttnMask) -> torch.Tensor:
         lo, hi = (torch.from_numpy(x[row_set, :rows]) for x in (records.row_lo, records.row_hi))
         j = torch.arange(key, end)
         seen = (j >= lo[:, None]) & (j < hi[:, None])
-        for part in range(2 if (records.rows, records.block_n) == (ROWS, 2 * HALF) else 0):
+        for part in range(2 if records.rows <= ROWS and records.block_n == 2 * HALF else 0):
+            size = records.rows // 2
             for half in halves_left_out(needs, part, number):
-                seen[part * PART : (part + 1) * PART, half * HALF : (half + 1) * HALF] = False
+                seen[part * size : (part + 1) * size, half * HALF : (half + 1) * HALF] = False
         count[row0:row_end, key:end] += seen
     assert not count[:, mask.tk :].any()
     return count[:, : mask.tk]

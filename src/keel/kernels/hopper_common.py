@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from keel import tile_records
+from keel import tile_parts, tile_records
 from keel.kernels.flash_common import LOG2E
 
 # fmt: off
@@ -21,6 +21,7 @@ HALF = gl.constexpr(tile_records.HALF)
 FAR = gl.constexpr(tile_records.FAR)
 FIELDS = gl.constexpr(tile_records.FIELDS)
 """Numbers by which the producer tells of a tile."""
+SHARE_BITS = gl.constexpr(tile_parts.SHARE_BITS)
 
 
 class Constants:
@@ -63,11 +64,22 @@ class Form(Constants):
     accumulate: bool = False
     cuts: bool = False
     """Tiles may be parts of a tile, cut along its keys, that meet when they are done."""
+    pack: int = 1
+    """Query heads of one key head in a tile, a power of two: see `hopper_rows`."""
 
     @property
     def rows(self) -> int:
         """Of a tile."""
         return self.consumers * tile_records.PART
+
+    @property
+    def tokens(self) -> int:
+        """Of a tile."""
+        return self.rows // self.pack
+
+    @property
+    def pack_bits(self) -> int:
+        return self.pack.bit_length() - 1
 
     @property
     def tops(self) -> bool:

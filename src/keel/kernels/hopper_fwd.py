@@ -24,35 +24,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from keel._versions import thread_barrier, tma_load, tma_store
-from keel.kernels.flash_common import LN2, LOG2E
+from keel.kernels.flash_common import LOG2E
 from keel.kernels.hopper_common import (
     FAR,
     FIELDS,
     HALF,
     PART,
     capped,
-    draw,
     field,
     hide,
     lane_sums,
     mark,
     pass_turn,
     phase_of,
-    publish,
-    raise_max,
     row_max,
     stage_of,
     take_turn,
-    told,
-    wait_for,
 )
+from keel.kernels.hopper_producer import K_FREE, V_FREE, producer
+from keel.kernels.hopper_put_away import put_away
+from keel.kernels.hopper_rows import bounds
 
 # fmt: off
-
-K_FREE = gl.constexpr(9)
-V_FREE = gl.constexpr(12)
-"""First named barriers of the stages of keys and of values; Triton itself uses those up to 8."""
 
 
 class Inputs(NamedTuple):
@@ -129,106 +122,6 @@ class Tile(NamedTuple):
 
 
 @gluon.jit
-def producer(inputs, numbers, ring, form: gl.constexpr):
-    count = 0
-    turn = 0
-    old_head = 0
-    older_head = -1
-    grid = gl.num_programs(0)
-    work = gl.program_id(0)
-    while work < numbers.num_work:
-        drawn = draw(inputs.COUNTER)
-        # heads in sections that share the L2; inside a section, longest tiles first
-        in_section = work % (numbers.num_tiles * numbers.section)
-        head = (work // (numbers.num_tiles * numbers.section)) * numbers.section
-        head += in_section % numbers.section
-        place = in_section // numbers.section
-        record = inputs.TILES + place * FIELDS
-        row0 = gl.load(record)
-        row_end = gl.load(record + 1)
-        first = gl.load(record + 2)
-        split = gl.load(record + 3)
-        last = gl.load(record + 4)
-        row_set = gl.load(record + 5)
-        key = gl.load(record + 6)
-        end = gl.load(record + 7)
-        slot = turn & 1
-        mbarrier.wait(ring.fields_empty.index(slot), ((turn >> 1) & 1) ^ 1)
-        publish(ring, slot, 0, row0)
-        publish(ring, slot, 1, row_end)
-        publish(ring, slot, 2, head)
-        publish(ring, slot, 3, first)
-        publish(ring, slot, 4, split)
-        publish(ring, slot, 5, last)
-        publish(ring, slot, 6, row_set)
-        publish(ring, slot, 7, key)
-        if form.CUTS:
-            alone: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-            share = gl.full([1], gl.load(inputs.SHARES + place), gl.int32, alone)
-            ring.shares.index(slot).store(share)
-        mbarrier.arrive(ring.fields_full.index(slot), count=1)
-        buffer = turn % form.Q_BUFFERS
-        mbarrier.wait(ring.q_empty.index(buffer), ((turn // form.Q_BUFFERS) & 1) ^ 1)
-        mbarrier.expect(ring.q_full.index(buffer), form.ROWS * form.D * 2)
-        for part in gl.static_range(form.CONSUMERS):
-            tma_load(inputs.q, [row0 + part * PART, head, 0], ring.q_full.index(buffer),
-                     ring.q.index(form.CONSUMERS * buffer + part))
-        kv_head = head // numbers.group
-        for run in range(first, last):
-            next_key = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
-            next_end = gl.load(inputs.RUNS + run * 4 + 5)
-            while key < end:
-                stage = stage_of(count, form)
-                if count >= form.STAGES:
-                    wait_for(K_FREE + stage, form.CONSUMERS)
-                mbarrier.expect(ring.k_full.index(stage), form.BN * form.D * 2)
-                tma_load(inputs.k, [key, kv_head, 0], ring.k_full.index(stage), ring.k.index(stage))
-                if count >= form.STAGES:
-                    wait_for(V_FREE + stage, form.CONSUMERS)
-                mbarrier.expect(ring.v_full.index(stage), form.BN * form.DV * 2)
-                tma_load(inputs.v, [key, kv_head, 0], ring.v_full.index(stage), ring.v.index(stage))
-                key += form.BN
-                count += 1
-            key = next_key
-            end = next_end
-        if form.TOPS:  # now, when all of this tile is under way; none of it is put away yet
-            if turn > 1:
-                raise_tops(inputs, ring, form, turn - 2, older_head)
-            older_head = old_head
-            old_head = head
-        drawn = told(drawn)
-        if drawn == numbers.num_work - 1:  # the last draw of all: ready for the next launch
-            gl.store(inputs.COUNTER, 0)
-        work = drawn + grid
-        turn += 1
-    slot = turn & 1
-    mbarrier.wait(ring.fields_empty.index(slot), ((turn >> 1) & 1) ^ 1)
-    publish(ring, slot, 0, -1)
-    mbarrier.arrive(ring.fields_full.index(slot), count=1)
-    for block in range(gl.maximum(count - form.STAGES, 0), count):  # marks nobody waited for
-        wait_for(K_FREE + block % form.STAGES, form.CONSUMERS)
-        wait_for(V_FREE + block % form.STAGES, form.CONSUMERS)
-    if form.TOPS:
-        if turn > 1:
-            raise_tops(inputs, ring, form, turn - 2, older_head)
-        raise_tops(inputs, ring, form, turn - 1, old_head)
-
-
-@gluon.jit
-def raise_tops(inputs, ring, form: gl.constexpr, turn, head):
-    """Max logits, by what consumers left of the tile of a turn when they put it away.
-
-    The producer has time for it, and they have not.
-    """
-    buffer = turn % 2
-    mbarrier.wait(ring.q_empty.index(buffer), (turn // 2) & 1)
-    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    for part in gl.static_range(form.CONSUMERS):
-        tops = ring.tops.index(form.CONSUMERS * buffer + part).load(layout)
-        raise_max(inputs.MAX_LOGITS + head, tops)
-
-
-@gluon.jit
 def next_tile(inputs, ring, turn, mine, form: gl.constexpr):
     """The tile that the producer tells of, and the bounds of its first partial run."""
     slot = turn & 1
@@ -265,12 +158,6 @@ def needed(needs, half, cid: gl.constexpr):
     left = ((first <= half) & (half < end)).to(gl.int32)
     right = ((first <= half + 1) & (half + 1 < end)).to(gl.int32)
     return left + 2 * right
-
-
-@gluon.jit
-def bounds(inputs, row_set, mine, form: gl.constexpr):
-    rows = row_set * form.ROWS + mine
-    return gl.load(inputs.ROW_LO + rows), gl.load(inputs.ROW_HI + rows)
 
 
 @gluon.constexpr_function
@@ -367,144 +254,6 @@ def step(cid: gl.constexpr, q, ring, acc, sums, top2, raw_top, probs, count, key
     probs = as_operands(p, ring, form, WHICH, p_l)
     acc = acc * gl.convert_layout(decay, row_l)[:, None]
     return acc, sums, new_top2, raw_top, probs
-
-
-@gluon.jit
-def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0, row_end, head,
-             share, buffer, acc, total, top2, raw_top, mine, o_l: gl.constexpr):
-    """Sink, lse, out and max logits of a finished tile; of a part of one, max logits alone, unless
-    it is the last of them to finish."""
-    there = row0 + mine < row_end
-    if form.WANT_MAX:
-        row_top = top2 * LN2
-        if form.HAS_SOFTCAP:
-            row_top = raw_top
-        # maxima drop NaNs, sums keep them
-        row_top = gl.where(total == total, row_top, float("nan"))
-        row_top = gl.where(there, row_top, float("-inf"))
-    if form.CUTS:
-        complete = share < 0
-        if share >= 0:
-            acc, total, top2, complete = meet(
-                cid, inputs, numbers, form, share, head, acc, total, top2, o_l)
-        if complete:
-            write_out(cid, inputs, numbers, ring, form, row0, row_end, head, buffer, acc, total,
-                      top2, mine, o_l)
-    else:
-        write_out(cid, inputs, numbers, ring, form, row0, row_end, head, buffer, acc, total, top2,
-                  mine, o_l)
-    if form.TOPS:
-        ring.tops.index(form.CONSUMERS * buffer + cid).store(row_top)
-    elif form.WANT_MAX:
-        raise_max(inputs.MAX_LOGITS + head, row_top)
-
-
-@gluon.jit
-def meet(cid: gl.constexpr, inputs, numbers, form: gl.constexpr, share, head, acc, total, top2,
-         o_l: gl.constexpr):
-    """Leaves what a part of a tile has summed up; the last part to come adds up all of them.
-
-    Consumers of the same rows meet, each by itself, and none ever waits for another one: a part
-    that is not the last leaves. All parts are read back, the last one's own as well, in the order
-    of their keys: who comes last changes no bit.
-
-    Why what is read is what was written: each thread's stores come before the barrier of its
-    warpgroup, and that before the atomic of one of its threads, which releases them to the whole
-    GPU (a release covers what the releasing thread has seen by way of a barrier). The last one's
-    atomic reads a number that all others have added to, in one chain of atomics, and acquires
-    their stores; its warpgroup learns of the number behind another barrier. Loads pass by the L1.
-    """
-    row_l: gl.constexpr = gl.SliceLayout(1, o_l)
-    srow_l: gl.constexpr = top2.type.layout
-    SIZE: gl.constexpr = PART * (form.DV + 2)
-    parts = (share >> 4) & 15
-    meeting = (share >> 8) * numbers.num_heads + head
-    first = inputs.PARTS + (
-        (meeting.to(gl.int64) * numbers.most_parts) * form.CONSUMERS + cid) * SIZE
-    rows = gl.arange(0, PART, srow_l)
-    cells = gl.arange(0, PART, row_l)[:, None] * form.DV
-    cells = cells + gl.arange(0, form.DV, gl.SliceLayout(0, o_l))[None, :]
-    own = first + (share & 15) * (form.CONSUMERS * SIZE)
-    gl.store(own + cells, acc)
-    gl.store(own + PART * form.DV + rows, top2)
-    gl.store(own + PART * (form.DV + 1) + rows, total)
-    thread_barrier()
-    counter = inputs.MEETINGS + meeting * form.CONSUMERS + cid
-    came = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-    complete = came == parts - 1
-    if complete:
-        gl.store(counter, 0)  # nobody else comes; ready for the next launch
-        tops = first + PART * form.DV + rows
-        top2 = gl.full([PART], float("-inf"), gl.float32, srow_l)
-        for part in range(parts):
-            there = gl.load(tops + part * (form.CONSUMERS * SIZE), cache_modifier=".cg")
-            top2 = gl.maximum(top2, there)
-        shift = gl.where(top2 == float("-inf"), 0.0, top2)
-        total = gl.zeros([PART], gl.float32, srow_l)
-        acc = gl.zeros([PART, form.DV], gl.float32, o_l)
-        for part in range(parts):
-            base = first + part * (form.CONSUMERS * SIZE)
-            its_top2 = gl.load(base + PART * form.DV + rows, cache_modifier=".cg")
-            its_total = gl.load(base + PART * (form.DV + 1) + rows, cache_modifier=".cg")
-            its_acc = gl.load(base + cells, cache_modifier=".cg")
-            weight = gl.exp2(its_top2 - shift)
-            total += its_total * weight
-            acc += its_acc * gl.convert_layout(weight, row_l)[:, None]
-    return acc, total, top2, complete
-
-
-@gluon.jit
-def write_out(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0, row_end, head,
-              buffer, acc, total, top2, mine, o_l: gl.constexpr):
-    """Sink, lse and out of a tile."""
-    row_l: gl.constexpr = gl.SliceLayout(1, o_l)
-    rows = row0 + mine
-    there = rows < row_end
-    if form.HAS_SINK:
-        sink2 = gl.load(inputs.SINK + head).to(gl.float32) * LOG2E
-        new_top2 = gl.maximum(top2, sink2)
-        shift = gl.where(new_top2 == float("-inf"), 0.0, new_top2)
-        decay = gl.exp2(top2 - shift)
-        total = total * decay + gl.exp2(sink2 - shift)
-        acc = acc * gl.convert_layout(decay, row_l)[:, None]
-        top2 = new_top2
-    empty = total == 0.0
-    denominator = gl.where(empty, 1.0, total)
-    lse = gl.where(empty, float("-inf"), (top2 + gl.log2(denominator)) * LN2)
-    out = acc * gl.convert_layout(1.0 / denominator, row_l)[:, None]
-    lse_place = inputs.LSE + rows.to(gl.int64) * numbers.num_heads + head
-    out_rows = row0 + cid * PART + gl.arange(0, PART, row_l)
-    dim = gl.arange(0, form.DV, gl.SliceLayout(0, o_l))
-    place = inputs.OUT + (out_rows.to(gl.int64) * numbers.stride_ot)[:, None]
-    place += head.to(gl.int64) * numbers.stride_oh + dim[None, :]
-    inside = (out_rows < row_end)[:, None]
-    if form.COLUMNS > 0:
-        inside = inside & (dim < form.COLUMNS)[None, :]
-    if form.ACCUMULATE:
-        old_lse = gl.load(lse_place, mask=there, other=float("-inf"))
-        high = gl.maximum(lse, old_lse)
-        high = gl.where(high == float("-inf"), 0.0, high)
-        new_part = gl.exp2((lse - high) * LOG2E)
-        old_part = gl.exp2((old_lse - high) * LOG2E)
-        both = new_part + old_part
-        nothing = both == 0.0
-        both = gl.where(nothing, 1.0, both)
-        old = gl.load(place, mask=inside, other=0.0)
-        out = out * gl.convert_layout(new_part / both, row_l)[:, None]
-        out += old * gl.convert_layout(old_part / both, row_l)[:, None]
-        lse = gl.where(nothing, float("-inf"), high + gl.log2(both) * LN2)
-    gl.store(lse_place, lse, mask=there)
-    out = out.to(inputs.OUT.dtype.element_ty)
-    if not form.STAGED:
-        gl.store(place, out, mask=inside)
-    else:
-        if row_end - row0 >= (cid + 1) * PART:  # all its rows; their queries are needed no more
-            staged = ring.q.index(form.CONSUMERS * buffer + cid)
-            staged.reshape([PART, form.D]).store(out)
-            fence_async_shared()
-            tma_store(inputs.o, [row0 + cid * PART, head, 0], staged)
-        else:
-            gl.store(place, out, mask=inside)
 
 
 @gluon.jit
@@ -673,6 +422,7 @@ def hopper_fwd_kernel(
     Q_BUFFERS: gl.constexpr = FORM.Q_BUFFERS
     STAGES: gl.constexpr = FORM.STAGES
     CONSUMERS: gl.constexpr = FORM.CONSUMERS
+    PACK: gl.constexpr = FORM.PACK
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     tops = None
@@ -682,7 +432,8 @@ def hopper_fwd_kernel(
     if FORM.CUTS:
         shares = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
     ring = Ring(
-        q=gl.allocate_shared_memory(Q.dtype, [CONSUMERS * Q_BUFFERS, PART, 1, FORM.D], Q.layout),
+        q=gl.allocate_shared_memory(
+            Q.dtype, [CONSUMERS * Q_BUFFERS, PART // PACK, PACK, FORM.D], Q.layout),
         k=gl.allocate_shared_memory(K.dtype, [STAGES, FORM.BN, 1, FORM.D], K.layout),
         v=gl.allocate_shared_memory(V.dtype, [STAGES, FORM.BN, 1, FORM.DV], V.layout),
         fields=gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], plain),

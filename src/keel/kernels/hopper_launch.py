@@ -14,7 +14,7 @@ import triton
 from keel._versions import constant_in_traces, launch_stream
 from keel.kernels import flash_fwd
 from keel.kernels.flash_common import compute_capability, num_sms, section_heads
-from keel.kernels.hopper_tiles import Tiles, meetings, tiles_for
+from keel.kernels.hopper_tiles import Tiles, may_pack, meetings, tiles_for
 from keel.kernels.launch import INTERPRETED, Prepared, Recipe, launch
 from keel.masks import AttnMask
 from keel.meta import Scoring
@@ -88,6 +88,7 @@ def choose_form(
     turns: bool | None = None,
     halves: bool | None = None,
     skips: bool | None = None,
+    pack: int = 1,
     **options: bool,
 ) -> Form:
     """What is compiled for head dims and blocks of bn keys.
@@ -95,6 +96,7 @@ def choose_form(
     out_matches: out has the dtype of q, and a layout that TMA can write.
     consumers: 3 for tiles of 192 rows, where head dims are at most 64.
     turns, halves, skips: None for where they pay.
+    pack: query heads that share a tile, where head dims are at most 128.
     """
     from keel.kernels.hopper_common import Form
 
@@ -104,7 +106,12 @@ def choose_form(
             f"consumers={consumers} with head dims {d} and {dv}: 2 go with all of them, and 3 with "
             "those up to 64"
         )
-    small = block_d + block_dv <= 256
+    small = can_pack(d, dv)
+    if pack != 1 and (consumers != 2 or not small or not may_pack(pack)):
+        raise ValueError(
+            f"pack={pack} with head dims {d} and {dv} and {consumers} consumers: powers of two up "
+            f"to {PART} go with head dims up to 128 and 2 consumers"
+        )
     stages = 3 if small and bn == 64 else 2
     if turns and stages != 2:
         raise ValueError(
@@ -120,13 +127,20 @@ def choose_form(
         consumers=consumers,
         turns=small and stages == 2 if turns is None else turns,
         halves=(bn, consumers) == (128, 2) if halves is None else halves,
-        skips=_can_skip(bn, block_d + block_dv) if skips is None else skips,
+        skips=_can_skip(bn, block_d + block_dv, pack) if skips is None else skips,
+        pack=pack,
         **options,
     )
 
 
-def _can_skip(bn: int, columns: int) -> bool:
-    return (bn, columns) == (128, 256)
+def can_pack(d: int, dv: int) -> bool:
+    """Whether queries have two buffers: the producer must raise the max logits of packed heads."""
+    return block_of(d) + block_of(dv) <= 256
+
+
+def _can_skip(bn: int, columns: int, pack: int = 1) -> bool:
+    """Few tokens share a tile where heads are packed: both consumers need about the same keys."""
+    return (bn, columns, pack) == (128, 256, 1)
 
 
 def block_of(dim: int) -> int:
@@ -186,15 +200,18 @@ def _tiles_for(
     form: Form | None,
 ) -> Tiles:
     if form is not None and not form.cuts:
-        return Tiles(best_records(mask, (form.bn,), form.rows), form.consumers)
-    (_, heads, d), dv, softcap = q.shape, v.shape[2], scoring.softcap > 0
+        records = best_records(mask, (form.bn,), form.tokens)
+        return Tiles(records, form.consumers, pack=form.pack)
+    (_, heads, d), (_, kv_heads, dv), softcap = q.shape, v.shape, scoring.softcap > 0
     columns = block_of(d) + block_of(dv)
     return tiles_for(
         *(mask, block_ns(d, dv, softcap) if form is None else (form.bn,), heads),
+        group=heads // kv_heads if can_pack(d, dv) else 1,
         sms=num_sms(q.device),
         sm_margin=sm_margin,
         skips=_can_skip(128, columns) if form is None else form.skips,
         can_be_wide=form is None and columns == 128 and not softcap,
+        pack=None if form is None else form.pack,
     )
 
 
@@ -242,23 +259,25 @@ def _prepare(
             want_max=max_logits is not None,
             accumulate=accumulate,
             cuts=cut is not None,
+            pack=tiles.pack,
         )
     elif cut is None:
         form = dataclasses.replace(form, cuts=False)
-    num_work = len(records.tiles) * hq
+    heads = hq // form.pack  # of work: those of keys, if packed
+    num_work = len(records.tiles) * heads
     if num_work == 0:
         return None
-    section = hq  # longest tiles of all heads first, as cuts are chosen for
+    section = heads  # longest tiles of all heads first, as cuts are chosen for
     if cut is None:
-        section = section_heads(hq, hk, tk * (d + dv) * k.element_size(), records.work, q.device)
+        section = section_heads(heads, hk, tk * (d + dv) * k.element_size(), records.work, q.device)
     streamed = {
-        "Q": describing(q, (PART, form.d)),
+        "Q": describing(q, (PART // form.pack, form.d), form.pack),
         "K": describing(k, (form.bn, form.d)),
         "V": describing(v, (form.bn, form.dv)),
     }
     left_out: tuple[str, ...] = ("O",)
     if form.staged:
-        streamed["O"], left_out = describing(out, (PART, form.dv)), ()
+        streamed["O"], left_out = describing(out, (PART // form.pack, form.dv), form.pack), ()
     return Prepared(
         (min(num_sms(q.device) - sm_margin, num_work),),
         {
@@ -266,8 +285,8 @@ def _prepare(
             **({} if cut is None else {"SHARES": shares_on_device(cut, q.device)}),
             **{"most_parts": 1 if cut is None else cut.most_parts},
             **{"scale": scoring.scale, "softcap": scoring.softcap},
-            **{"num_tiles": len(records.tiles), "section": section, "num_heads": hq},
-            **{"group": hq // hk, "num_work": num_work, "FORM": form},
+            **{"num_tiles": len(records.tiles), "section": section, "num_heads": heads},
+            **{"group": heads // hk, "num_work": num_work, "FORM": form},
             **{"stride_ot": out.stride(0), "stride_oh": out.stride(1)},
         },
         num_warps=4,
@@ -277,15 +296,17 @@ def _prepare(
     )
 
 
-def describing(x: torch.Tensor, box: tuple[int, int]) -> Callable[[torch.Tensor], Any]:
+def describing(
+    x: torch.Tensor, box: tuple[int, int], heads: int = 1
+) -> Callable[[torch.Tensor], Any]:
     """Makes TMA descriptors of tensors (tokens, heads, dim) with the layout of x; boxes hold rows
-    of one head.
+    of so many heads.
 
     Later ones are copies of the first: checking each anew takes longer than a launch.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    block = [box[0], 1, box[1]]
+    block = [box[0], heads, box[1]]
     layout = _layout(x.dtype, *block)
     fields = vars(TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)) | {
         "base": None  # the first tensor must not live on

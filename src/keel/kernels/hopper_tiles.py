@@ -8,11 +8,20 @@ from dataclasses import dataclass
 import torch
 
 from keel.masks import AttnMask
-from keel.tile_parts import CutTiles, are_few, best_of_few
-from keel.tile_records import PART, TileRecords, best_records
+from keel.tile_parts import LAUNCH_TIME, CutTiles, are_few, best_of_few
+from keel.tile_records import PART, ROWS, TileRecords, best_records
 
 WIDE_TILE_TIME = 1.41
 """A block of 192 rows and 128 keys at head dim 64, in blocks of 128 rows: fitted to an H200."""
+
+LEAST_SAVING = 1.5
+"""How many times fewer blocks packed heads must have, and"""
+
+LEAST_GAIN = 1.1
+"""how many times as long all would take without; infinite: never packed."""
+
+LONG_ROW = 512
+"""Keys that rows must see on average, before packed heads are thought about."""
 
 NUM_MEETINGS = 1024
 """Counters of one launch: cut tiles times heads times consumers."""
@@ -28,6 +37,8 @@ class Tiles:
     consumers: int = 2
     cut: CutTiles | None = None
     """Whose records these are."""
+    pack: int = 1
+    """Query heads of one key head that share a tile; its tokens are as many times fewer."""
 
 
 def tiles_for(
@@ -35,38 +46,79 @@ def tiles_for(
     block_ns: tuple[int, ...],
     heads: int,
     *,
+    group: int,
     sms: int,
     sm_margin: int,
     skips: bool,
     can_be_wide: bool,
+    pack: int | None = None,
 ) -> Tiles:
     """Tiles of 128 rows, where there are few the fastest ones for these heads, maybe cut along
-    their keys; or else, if they may be wide, of 192 where those are faster.
+    their keys; those of packed heads where they are clearly faster; or else, if they may be wide,
+    of 192 where those are faster.
 
-    skips: with blocks of 128 keys, consumers compute the half of a partial block that they need.
+    group: query heads that share a key head.
+    skips: with blocks of 128 keys, consumers compute the half of a partial block that they need;
+    not where heads are packed.
+    pack: None for what pays.
     """
-    cut = None
-    if are_few(mask, heads, sms):
-        # for the whole GPU, whatever the margin: cuts change the last bits of results
-        records, cut = few_tiles(mask, block_ns, heads, sms, skips)
-    else:
-        records = best_records(mask, block_ns)
-    if cut is not None:
-        assert 2 * cut.num_cut * heads <= NUM_MEETINGS, f"{cut.num_cut} cut tiles of {heads} heads"
-        return Tiles(records, cut=cut)
-    if can_be_wide:
+    # for the whole GPU, whatever the margin: cuts and blocks change the last bits of results
+    tiles, end = _of_128_rows(mask, block_ns, heads, sms, skips, pack or 1)
+    if pack is None and may_pack(group) and has_idle_rows(mask, tiles.records):
+        packed, packed_end = _of_128_rows(mask, block_ns, heads, sms, False, group)
+        computed, wanted = _keys_computed(tiles, heads), _keys_computed(packed, heads)
+        if computed >= LEAST_SAVING * wanted and end >= LEAST_GAIN * packed_end:
+            return packed
+    if can_be_wide and tiles.cut is None and tiles.pack == 1:
         wide = best_records(mask, (128,), 3 * PART)
-        if three_are_faster(records, wide, heads, sms - sm_margin):
+        if three_are_faster(tiles.records, wide, heads, sms - sm_margin):
             return Tiles(wide, consumers=3)
-    return Tiles(records)
+    return tiles
+
+
+def may_pack(group: int) -> bool:
+    """Whether so many heads fill a warpgroup's rows without a rest."""
+    return 1 < group <= PART and group & (group - 1) == 0
+
+
+def has_idle_rows(mask: AttnMask, records: TileRecords) -> bool:
+    """Whether rows are long, and tiles so empty that others may have LEAST_SAVING times fewer
+    blocks."""
+    computed = records.work.total * records.block_n * ROWS
+    return LONG_ROW * mask.tq <= mask.area() and LEAST_SAVING * mask.area() <= computed
+
+
+def _keys_computed(tiles: Tiles, heads: int) -> float:
+    """Of 128 rows each, for all heads."""
+    return tiles.records.work.total * tiles.records.block_n * (heads // tiles.pack)
+
+
+def _of_128_rows(
+    mask: AttnMask, block_ns: tuple[int, ...], heads: int, sms: int, skips: bool, pack: int
+) -> tuple[Tiles, float]:
+    """Tiles, and when all heads are expected to be done with them."""
+    tokens, heads = ROWS // pack, heads // pack
+    if are_few(mask, heads, sms, tokens):
+        records, cut, end = few_tiles(mask, block_ns, heads, sms, skips, tokens)
+        if cut is not None:
+            met = 2 * cut.num_cut * heads
+            assert met <= NUM_MEETINGS, f"{cut.num_cut} cut tiles of {heads} heads"
+        return Tiles(records, cut=cut, pack=pack), end
+    records = best_records(mask, block_ns, tokens)
+    return Tiles(records, pack=pack), LAUNCH_TIME + heads * records.time / sms
 
 
 @functools.lru_cache(maxsize=128)
 def few_tiles(
-    mask: AttnMask, block_ns: tuple[int, ...], heads: int, sms: int, skips: bool
-) -> tuple[TileRecords, CutTiles | None]:
+    mask: AttnMask,
+    block_ns: tuple[int, ...],
+    heads: int,
+    sms: int,
+    skips: bool,
+    tile_rows: int = ROWS,
+) -> tuple[TileRecords, CutTiles | None, float]:
     """As `best_of_few`."""
-    return best_of_few(mask, block_ns, heads, sms, skips=skips)
+    return best_of_few(mask, block_ns, heads, sms, tile_rows=tile_rows, skips=skips)
 
 
 def three_are_faster(records: TileRecords, wide: TileRecords, heads: int, sms: int) -> bool:

@@ -1,0 +1,132 @@
+"""The producer of the Hopper forward: draws work, tells of it, brings queries, keys and values."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from keel._versions import tma_load
+from keel.kernels.hopper_common import (
+    FIELDS,
+    PART,
+    draw,
+    publish,
+    raise_max,
+    stage_of,
+    told,
+    wait_for,
+)
+from keel.kernels.hopper_rows import raise_group
+
+# fmt: off
+
+K_FREE = gl.constexpr(9)
+V_FREE = gl.constexpr(12)
+"""First named barriers of the stages of keys and of values; Triton itself uses those up to 8."""
+
+
+@gluon.jit
+def producer(inputs, numbers, ring, form: gl.constexpr):
+    count = 0
+    turn = 0
+    old_head = 0
+    older_head = -1
+    grid = gl.num_programs(0)
+    work = gl.program_id(0)
+    while work < numbers.num_work:
+        drawn = draw(inputs.COUNTER)
+        # heads in sections that share the L2; inside a section, longest tiles first
+        in_section = work % (numbers.num_tiles * numbers.section)
+        head = (work // (numbers.num_tiles * numbers.section)) * numbers.section
+        head += in_section % numbers.section
+        place = in_section // numbers.section
+        record = inputs.TILES + place * FIELDS
+        row0 = gl.load(record)
+        row_end = gl.load(record + 1)
+        first = gl.load(record + 2)
+        split = gl.load(record + 3)
+        last = gl.load(record + 4)
+        row_set = gl.load(record + 5)
+        key = gl.load(record + 6)
+        end = gl.load(record + 7)
+        slot = turn & 1
+        mbarrier.wait(ring.fields_empty.index(slot), ((turn >> 1) & 1) ^ 1)
+        publish(ring, slot, 0, row0)
+        publish(ring, slot, 1, row_end)
+        publish(ring, slot, 2, head)
+        publish(ring, slot, 3, first)
+        publish(ring, slot, 4, split)
+        publish(ring, slot, 5, last)
+        publish(ring, slot, 6, row_set)
+        publish(ring, slot, 7, key)
+        if form.CUTS:
+            alone: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+            share = gl.full([1], gl.load(inputs.SHARES + place), gl.int32, alone)
+            ring.shares.index(slot).store(share)
+        mbarrier.arrive(ring.fields_full.index(slot), count=1)
+        buffer = turn % form.Q_BUFFERS
+        mbarrier.wait(ring.q_empty.index(buffer), ((turn // form.Q_BUFFERS) & 1) ^ 1)
+        mbarrier.expect(ring.q_full.index(buffer), form.ROWS * form.D * 2)
+        for part in gl.static_range(form.CONSUMERS):
+            tma_load(inputs.q, [row0 + part * (PART // form.PACK), head * form.PACK, 0],
+                     ring.q_full.index(buffer), ring.q.index(form.CONSUMERS * buffer + part))
+        kv_head = head // numbers.group
+        for run in range(first, last):
+            next_key = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
+            next_end = gl.load(inputs.RUNS + run * 4 + 5)
+            while key < end:
+                stage = stage_of(count, form)
+                if count >= form.STAGES:
+                    wait_for(K_FREE + stage, form.CONSUMERS)
+                mbarrier.expect(ring.k_full.index(stage), form.BN * form.D * 2)
+                tma_load(inputs.k, [key, kv_head, 0], ring.k_full.index(stage), ring.k.index(stage))
+                if count >= form.STAGES:
+                    wait_for(V_FREE + stage, form.CONSUMERS)
+                mbarrier.expect(ring.v_full.index(stage), form.BN * form.DV * 2)
+                tma_load(inputs.v, [key, kv_head, 0], ring.v_full.index(stage), ring.v.index(stage))
+                key += form.BN
+                count += 1
+            key = next_key
+            end = next_end
+        if form.TOPS:  # now, when all of this tile is under way; none of it is put away yet
+            if turn > 1:
+                raise_tops(inputs, ring, form, turn - 2, older_head)
+            older_head = old_head
+            old_head = head
+        drawn = told(drawn)
+        if drawn == numbers.num_work - 1:  # the last draw of all: ready for the next launch
+            gl.store(inputs.COUNTER, 0)
+        work = drawn + grid
+        turn += 1
+    slot = turn & 1
+    mbarrier.wait(ring.fields_empty.index(slot), ((turn >> 1) & 1) ^ 1)
+    publish(ring, slot, 0, -1)
+    mbarrier.arrive(ring.fields_full.index(slot), count=1)
+    for block in range(gl.maximum(count - form.STAGES, 0), count):  # marks nobody waited for
+        wait_for(K_FREE + block % form.STAGES, form.CONSUMERS)
+        wait_for(V_FREE + block % form.STAGES, form.CONSUMERS)
+    if form.TOPS:
+        if turn > 1:
+            raise_tops(inputs, ring, form, turn - 2, older_head)
+        raise_tops(inputs, ring, form, turn - 1, old_head)
+
+
+@gluon.jit
+def raise_tops(inputs, ring, form: gl.constexpr, turn, head):
+    """Max logits, by what consumers left of the tile of a turn when they put it away.
+
+    The producer has time for it, and they have not.
+    """
+    buffer = turn % 2
+    mbarrier.wait(ring.q_empty.index(buffer), (turn // 2) & 1)
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    for part in gl.static_range(form.CONSUMERS):
+        tops = ring.tops.index(form.CONSUMERS * buffer + part).load(layout)
+        if form.PACK == 1:
+            raise_max(inputs.MAX_LOGITS + head, tops)
+        else:
+            raise_group(inputs.MAX_LOGITS + head * form.PACK, tops, form)
+
+
+# fmt: on
