@@ -122,7 +122,7 @@ def main() -> None:
     pretend()
     note_sizes()
     q, k, v = (torch.randn(640, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
-    # of the first, the Hopper forward cuts tiles into parts, if that costs little; of the second, none
+    # of the first, the Hopper forward cuts tiles into parts, if that is cheap; of the second, none
     tile_parts.MEET_TIME, tile_parts.WORTH_IT = 1.0, 1.05
     mask, blocks = masks.causal(640), masks.documents(range(0, 641, 128))
     sink = torch.zeros(8)

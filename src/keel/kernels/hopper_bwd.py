@@ -151,7 +151,8 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
     dq_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
     # where there are registers for it
-    AHEAD: gl.constexpr = not form.HAS_SOFTCAP and not form.PERSISTENT and (BM == HALF or not MASKED)
+    AHEAD: gl.constexpr = (not form.HAS_SOFTCAP and not form.PERSISTENT
+                           and (BM == HALF or not MASKED))
     stage = count % form.STAGES
     phase = (count // form.STAGES) & 1
     first = hidden_zero()
@@ -187,7 +188,8 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
         if form.WITH_DQ:
             ring.ds.index(buffer + cid).slice(half * HALF, HALF, dim=1).store(ds)
         if (half + 1) * HALF < BM:
-            dk = warpgroup_mma(gl.convert_layout(ds, a_l), q.slice(half * HALF, HALF), dk, is_async=True)
+            dk = warpgroup_mma(gl.convert_layout(ds, a_l), q.slice(half * HALF, HALF), dk,
+                               is_async=True)
     if not form.WITH_DQ:
         dk = warpgroup_mma(gl.convert_layout(ds, a_l), q.slice(BM - HALF, HALF), dk, is_async=True)
         dv = warpgroup_mma_wait(1, [dv])

@@ -2,9 +2,9 @@
 
 TMA wants rows of 128 bytes, in which the eighths of row r are xored with r % 8. A thread of an
 accumulator holds pairs of columns, and half a warp stores 32 bytes of four rows at a time: two
-eighths, which the swizzle sends to the same banks for rows 2n and 2n + 1. So every second row stores
-the columns of the other half of its 128 bytes first. No number moves between threads: a select for
-each, and stores take half as long.
+eighths, which the swizzle sends to the same banks for rows 2n and 2n + 1. So every second row
+stores columns of the other half of its 128 bytes first. No number moves between threads: a select
+for each, and stores take half as long.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from keel.kernels.hopper_common import PART
 # fmt: off
 
 TURNED = gl.constexpr(gl.SharedLinearLayout(
-    [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4 + 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0],
-     [0, 32]]))
-"""64 rows of 64 columns as TMA has them, but for columns 0..15 and 16..31 of 32, which odd rows have
-the other way round."""
+    [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4 + 16], [2, 8], [4, 16], [8, 0], [16, 0],
+     [32, 0], [0, 32]]))
+"""64 rows of 64 columns as TMA has them, but for columns 0..15 and 16..31 of 32, which odd rows
+have the other way round."""
 
 
 @gluon.jit
