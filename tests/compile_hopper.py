@@ -48,13 +48,11 @@ def packed() -> list[Form]:
         return choose_form(d, d, bn, out_matches=staged, want_max=True, pack=pack, **options)
 
     return [
-        *(form(128, 128, pack) for pack in (2, 8)),
-        *(form(128, 128, pack, cuts=True) for pack in (4, 8, 64)),
-        *(form(128, 64, 8, cuts=cuts) for cuts in (False, True)),
-        *(form(64, bn, 16, cuts=True) for bn in (64, 128)),
+        form(128, 128, 8),
+        *(form(128, 128, pack, cuts=True) for pack in (4, 64)),
+        form(64, 128, 16, cuts=True),
         form(128, 64, 8, has_softcap=True, has_sink=True, cuts=True),
         form(128, 128, 8, staged=False, accumulate=True, cuts=True),
-        form(96, 128, 32, has_sink=True),
     ]
 
 

@@ -78,6 +78,7 @@ class Numbers(NamedTuple):
     num_tiles: Any
     section: Any
     num_heads: Any
+    """Of queries, or of keys where query heads are packed; `group` is then 1."""
     group: Any
     num_work: Any
     stride_ot: Any
