@@ -281,9 +281,10 @@ def _length(tokens: int) -> str:
 
 def _ratio_text(found: dict[str, Row] | None, empty: dict[str, Row] | None) -> str:
     found, empty = found or {}, empty or {}
-    value = ratio(found)
-    if value is not None:
-        return f"{value:.3f}"
+    value, mine = ratio(found), ours(found)
+    if value is not None and mine is not None:
+        backend = mine.provider.partition(":")[2]  # an older run of one backend alone
+        return f"{value:.3f} {backend}".rstrip()
     ours_empty = next((row.word for name, row in empty.items() if is_ours(name)), None)
     return ours_empty or ("no peer" if found else "–")
 
