@@ -219,6 +219,14 @@ SECTIONS: dict[str, Callable[[Path, Sequence[Line], Path], str]] = {
         "The backward in other ways",
         ("mask", "tokens", "hq", "hk", "d", "way", "ms", "of_plain", "tflops", "error"),
     ),
+    "short_rows.csv": plain_section(
+        "Few queries, many keys: query heads packed into tiles and apart",
+        ("tq", "tk", "hq", "hk", "d", "way", "pack", "ms", "faster", "gb_per_s", "error"),
+    ),
+    "few_tiles.csv": plain_section(
+        "Few heads, short lengths: tiles by when the last is done",
+        ("mask", "tokens", "hq", "hk", "d", "way", "ms", "faster", "cut_tiles", "error"),
+    ),
     "host_cost.csv": plain_section(
         "Cost of a call on the host, microseconds",
         ("backend", "direction", "grad", "max_logits", "us", "us_least"),
