@@ -386,6 +386,8 @@ def test_what_failed_is_in_the_tables() -> None:
         "causal    2.000  not run",
         "video   no peer        –",
     ]
+    portable = report.ratio_grid([_row("keel:triton", 1.0), _row("flash", 2.0)])
+    assert portable.splitlines()[-1] == "causal  2.000 triton"
     assert report.reasons(rows) == [
         "flex: compile error: LoweringException: no (causal, video; 2 figures)",
         "keel: not run: --seconds 5 (causal; 1 figures)",
