@@ -44,7 +44,7 @@ from attention_peers import (
     why_not,
 )
 from attention_report import Row
-from timing import TimeBudget, append_csv, copy_rate, gemm_rate, machine
+from timing import TimeBudget, append_csv, copy_rate, gemm_rate, heads, machine
 
 RESULTS = Path(__file__).parent / "results"
 TIMINGS = ("graph", "eager")
@@ -57,19 +57,6 @@ OTHER_MASKS = ("full", "causal", "vcausal")
 QUICK = {"cuda": (1024, 4096), "cpu": (256, 768)}
 QUICK_SHAPES = {"cuda": ((64, 8, 128),), "cpu": ((4, 2, 64),)}
 SECONDS = 360.0
-
-
-def heads(text: str) -> tuple[int, int]:
-    """'64:8' -> (64, 8)."""
-    try:
-        hq, hk = map(int, text.split(":"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"heads are given as 64:8, got {text!r}") from None
-    if hk < 1 or hq < 1 or hq % hk:
-        raise argparse.ArgumentTypeError(
-            f"query heads must be a multiple of key heads, got {hq}:{hk}"
-        )
-    return hq, hk
 
 
 def cases(args: argparse.Namespace) -> list[Case]:

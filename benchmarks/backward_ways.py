@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from attention_masks import MASKS, Problem
 from exact import TOLERANCE, Exact
-from timing import Trial, append_csv, capture
+from timing import Trial, append_csv, capture, heads, hopper_needed
 
 import keel
 
@@ -99,14 +99,15 @@ def measure(problem: Problem, hq: int, hk: int, d: int, rounds: int) -> list[Row
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--masks", nargs="+", default=["full", "causal", "vcausal"])
+    parser.add_argument("--masks", nargs="+", choices=MASKS, default=["full", "causal", "vcausal"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 8192, 16384])
     parser.add_argument("--dims", nargs="+", type=int, default=[128])
-    parser.add_argument("--heads", default="64:8")
+    parser.add_argument("--heads", type=heads, default=(64, 8))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
-    hq, hk = map(int, given.heads.split(":"))
+    hopper_needed(parser)
+    hq, hk = given.heads
     for d in given.dims:
         for tokens in given.lengths:
             for name in given.masks:

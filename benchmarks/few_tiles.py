@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from attention_masks import MASKS, Problem
 from exact import TOLERANCE, Exact
-from timing import Trial, append_csv, capture
+from timing import Trial, append_csv, capture, heads, hopper_needed
 
 import keel
 from keel import direct, tile_parts
@@ -119,22 +119,24 @@ def measure(problem: Problem, hq: int, hk: int, d: int, rounds: int) -> list[Row
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--masks", nargs="+", default=["full", "causal", "vfull", "vcausal"])
+    parser.add_argument(
+        "--masks", nargs="+", choices=MASKS, default=["full", "causal", "vfull", "vcausal"]
+    )
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048])
     parser.add_argument("--dims", nargs="+", type=int, default=[128])
-    parser.add_argument("--heads", nargs="+", default=["8:8", "16:16"])
+    parser.add_argument("--heads", nargs="+", type=heads, default=[(8, 8), (16, 16)])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
+    hopper_needed(parser)
     for d in given.dims:
-        for heads in given.heads:
-            hq, hk = map(int, heads.split(":"))
+        for hq, hk in given.heads:
             for tokens in given.lengths:
                 for name in given.masks:
                     rows = measure(MASKS[name](tokens), hq, hk, d, given.rounds)
                     for row in rows:
                         print(
-                            f"{row.mask:8} {row.tokens:6} {heads:>6} d {row.d:3} {row.way:9} "
+                            f"{row.mask:8} {row.tokens:6} {hq:3}:{hk:<2} d {row.d:3} {row.way:9} "
                             f"{1e3 * row.ms:8.1f} us  {row.faster:5.2f} x as fast  "
                             f"({row.cut_tiles} cut, spread {row.spread:.1%}, "
                             f"error {row.error:.4f})",

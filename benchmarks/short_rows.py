@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from exact import TOLERANCE, worst_error
 from few_tiles import Patch, patched
-from timing import Trial, append_csv, capture
+from timing import Trial, append_csv, capture, heads, hopper_needed
 
 import keel
 from keel import masks
@@ -118,19 +118,19 @@ def main() -> None:
     parser.add_argument("--queries", nargs="+", type=int, default=[1, 16, 64, 128])
     parser.add_argument("--keys", nargs="+", type=int, default=[4096, 65536])
     parser.add_argument("--dims", nargs="+", type=int, default=[128])
-    parser.add_argument("--heads", nargs="+", default=["64:8"])
+    parser.add_argument("--heads", nargs="+", type=heads, default=[(64, 8)])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
+    hopper_needed(parser)
     for d in given.dims:
-        for heads in given.heads:
-            hq, hk = map(int, heads.split(":"))
+        for hq, hk in given.heads:
             for tk in given.keys:
                 for tq in given.queries:
                     rows = measure(tq, tk, hq, hk, d, given.rounds)
                     for row in rows:
                         print(
-                            f"{row.tq:4} x {row.tk:6} {heads:>6} d {row.d:3} {row.way:7} "
+                            f"{row.tq:4} x {row.tk:6} {hq:3}:{hk:<2} d {row.d:3} {row.way:7} "
                             f"{1e3 * row.ms:8.1f} us  {row.faster:5.2f} x as fast  "
                             f"{row.gb_per_s:6.0f} GB/s  ({row.pack} heads a tile, {row.tiles} "
                             f"tiles, spread {row.spread:.1%}, error {row.error:.4f})",

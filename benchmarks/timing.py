@@ -1,9 +1,10 @@
 """What the benchmarks share: timing, on the GPU where there is one, a limit on their own time, and
-results as CSV.
+results as CSV; and arguments of the command line.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import csv
 import platform
@@ -18,6 +19,25 @@ from typing import Any
 import torch
 
 Call = Callable[[], object]
+
+
+def heads(text: str) -> tuple[int, int]:
+    """'64:8' -> (64, 8)."""
+    try:
+        hq, hk = map(int, text.split(":"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"heads are given as 64:8, got {text!r}") from None
+    if hk < 1 or hq < 1 or hq % hk:
+        raise argparse.ArgumentTypeError(
+            f"query heads must be a multiple of key heads, got {hq}:{hk}"
+        )
+    return hq, hk
+
+
+def hopper_needed(parser: argparse.ArgumentParser) -> None:
+    """Ends a program for which this machine has no GPU."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        parser.error("a Hopper GPU (sm_90) is needed, and there is none here")
 
 
 def time_calls(call: Call, budget_ms: float = 20) -> float:
