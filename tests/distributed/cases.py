@@ -96,7 +96,7 @@ def every_mask() -> dict[str, Case]:
 
 FREE = CostModel(gb_per_s=1e9, latency_us=0.0)
 """Links that cost nothing: else the solver would leave few tokens in order."""
-BALANCES = ("contiguous", "zigzag", "solver", "one rank", "scattered")
+BALANCES = ("contiguous", "zigzag", "solver", "traffic", "one rank", "scattered")
 DEGREES = (0, 1, 2, 3, 4)
 
 
@@ -123,12 +123,12 @@ def key_of(case: Case, **options: Any) -> AttnKey:
 
 
 def scheduled(number: int, turn: int) -> dict[str, Any]:
-    """Options of a key for mask `number`; 25 masks in a row meet every degree on every balance."""
+    """Options of a key for mask `number`; 30 masks in a row meet every degree on every balance."""
     degree = DEGREES[(number + turn) % 5]
     options: dict[str, Any] = {
         "degree": degree,
-        "balance": BALANCES[(number // 5 + 2 * turn) % 5],
-        "k_balance": BALANCES[(number + 3 * turn) % 5],
+        "balance": BALANCES[(number // 5 + 2 * turn) % 6],
+        "k_balance": BALANCES[(number + 3 * turn) % 6],
         "backward_degree": DEGREES[(number // 3 + turn) % 5],
     }
     if number % 4 == turn % 4:

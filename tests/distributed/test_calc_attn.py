@@ -8,7 +8,7 @@ from tests.distributed import cases
 
 from keel.testing import run_ranks
 
-BALANCES = ["contiguous", "zigzag", "solver"]
+BALANCES = ["contiguous", "zigzag", "solver", "traffic"]
 EVERY_COMBINATION = {(degree, balance) for degree in cases.DEGREES for balance in cases.BALANCES}
 
 
