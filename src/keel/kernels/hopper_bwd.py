@@ -214,7 +214,7 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
         dq = warpgroup_mma_wait(1, [dq])
         tma.store_wait(0)  # the dq before this one has left shared memory
         staged = ring.dq.index(cid)
-        if form.HAS_SOFTCAP:
+        if form.HAS_SOFTCAP:  # selects would make the loop spill
             staged.reshape([HALF, HALF]).store(dq)
         else:
             store_turned(staged, dq)
