@@ -4,11 +4,13 @@
     python benchmarks/qk_clip.py --layers 24 --heads 32 --hidden 4096
     python benchmarks/qk_clip.py --quick            # 8 layers
 
-Weights are bf16, hidden × (heads · 128), one for queries and one for keys in each layer. `idle`
-clips no head, `busy` one head in eight of every layer. Times are those of a whole step as the
-training loop sees it, host included; `graph` replays the same step from a CUDA graph. A step whose
-weights are wrong is not timed. Max logits from q and k are timed beside a forward of the attention.
-Results go to benchmarks/results/qk_clip.csv.
+Weights are bf16. `MHA` has hidden × (heads · 128) for queries and as much for keys in each layer,
+`MLA` the shapes of Kimi K2: heads of 128 + 64 from 1536 latent numbers, keys and values from 512.
+No head, one of each layer, or one in eight is above tau: a clip reads and writes its rows, so
+memory bounds the last, and for MHA the second. Times are those of a whole step as the training loop
+sees it, host included; `graph` replays the same step from a CUDA graph. A step whose weights are
+wrong is not timed. Max logits from q and k are timed beside a forward of the attention. Results go
+to benchmarks/results/qk_clip.csv.
 """
 
 from __future__ import annotations
@@ -24,10 +26,20 @@ from torch import nn
 
 import keel
 from keel import masks
-from keel.optim import ClippedRows, LayerSpec, QKClip, key_rows, max_logits, query_rows
+from keel.optim import (
+    ClippedRows,
+    LayerSpec,
+    QKClip,
+    key_rows,
+    max_logits,
+    mla_key_rows,
+    mla_query_rows,
+    query_rows,
+)
 
 RESULTS = Path(__file__).parent / "results"
 DIM = 128
+ROPE = 64
 TAU = 100.0
 
 
@@ -50,25 +62,30 @@ class Row:
 
 
 class Layer(nn.Module):
-    def __init__(self, heads: int, hidden: int) -> None:
+    """Projections to queries and keys, as (inputs, outputs), and what the attention reports."""
+
+    def __init__(self, heads: int, q: tuple[int, int], k: tuple[int, int]) -> None:
         super().__init__()
         where = {"device": "cuda", "dtype": torch.bfloat16}
-        self.q = nn.Linear(hidden, heads * DIM, bias=False, **where)
-        self.k = nn.Linear(hidden, heads * DIM, bias=False, **where)
+        self.q = nn.Linear(*q, bias=False, **where)
+        self.k = nn.Linear(*k, bias=False, **where)
         self.current_max_attn_logits = torch.zeros(heads, device="cuda")
 
 
-def make(layers: int, heads: int, hidden: int) -> tuple[list[Layer], QKClip]:
-    made = [Layer(heads, hidden) for _ in range(layers)]
+def make(kind: str, layers: int, heads: int, hidden: int) -> tuple[list[Layer], QKClip]:
+    if kind == "MHA":
+        sizes = [(hidden, heads * DIM)] * 2
+        layouts = query_rows(heads, DIM), key_rows(heads, DIM)
+    else:
+        sizes = [(1536, heads * (DIM + ROPE)), (512, heads * 2 * DIM)]
+        layouts = mla_query_rows(heads, DIM, ROPE), mla_key_rows(heads, DIM, DIM)
+    made = [Layer(heads, *sizes) for _ in range(layers)]
     specs = [
         LayerSpec(
             name=f"layer {n}",
             num_heads=heads,
             num_kv_heads=heads,
-            rows=(
-                ClippedRows(x.q, query_rows(heads, DIM), "q"),
-                ClippedRows(x.k, key_rows(heads, DIM), "k"),
-            ),
+            rows=(ClippedRows(x.q, layouts[0], "q"), ClippedRows(x.k, layouts[1], "k")),
             source=x,
         )
         for n, x in enumerate(made)
@@ -76,28 +93,37 @@ def make(layers: int, heads: int, hidden: int) -> tuple[list[Layer], QKClip]:
     return made, QKClip(specs, tau=TAU, group="local")
 
 
-def check(layers: list[Layer], clip: QKClip, top: torch.Tensor) -> None:
+def row_scales(kind: str, top: torch.Tensor) -> torch.Tensor:
+    """(rows of the query projection,): by how much a step scales each."""
+    gamma = (TAU / top).clamp(max=1)
+    if kind == "MHA":
+        return gamma.sqrt().repeat_interleave(DIM)
+    nope, rope = gamma.sqrt()[:, None].expand(-1, DIM), gamma[:, None].expand(-1, ROPE)
+    return torch.cat([nope, rope], 1).flatten()
+
+
+def check(layers: list[Layer], clip: QKClip, scales: torch.Tensor) -> None:
     """Raises unless one step scales the first and the last layer as it should."""
     before = [layers[n].q.weight.detach().clone() for n in (0, -1)]
     clip.step()
-    scale = (TAU / top).clamp(max=1).sqrt().repeat_interleave(DIM)[:, None]
     for n, old in zip((0, -1), before, strict=True):
         new = layers[n].q.weight.detach().float()
-        torch.testing.assert_close(new, (old.float() * scale).bfloat16().float())
+        torch.testing.assert_close(new, (old.float() * scales[:, None]).bfloat16().float())
 
 
-def time_steps(layers: list[Layer], clip: QKClip, share: float) -> tuple[float, float]:
-    """(milliseconds of a step, of its replay), with this share of the heads above tau."""
+def time_steps(kind: str, layers: list[Layer], clip: QKClip, clipped: int) -> tuple[float, float]:
+    """(milliseconds of a step, of its replay), with so many heads of each layer above tau."""
     heads = len(layers[0].current_max_attn_logits)
     top = torch.full((heads,), 50.0, device="cuda")
-    top[: round(share * heads)] = TAU * (1 + 1e-6)  # above it, but weights hardly shrink
     tops = [x.current_max_attn_logits for x in layers]
 
     def report() -> None:
         torch._foreach_copy_(tops, [top] * len(tops))
 
+    top[:clipped] = 2 * TAU
     report()
-    check(layers, clip, top)
+    check(layers, clip, row_scales(kind, top))
+    top[:clipped] = TAU * (1 + 1e-6)  # above it, but weights hardly shrink
     both = time_calls(lambda: (report(), clip.step()), budget_ms=100)
     alone = time_calls(report, budget_ms=50)
     graph = torch.cuda.CUDAGraph()
@@ -130,9 +156,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit("this benchmark needs a CUDA GPU")
     sizes = (8 if args.quick else args.layers, args.heads, args.hidden)
     rows = []
-    layers, clip = make(*sizes)
-    for name, share in (("idle", 0.0), ("busy", 1 / 8)):
-        rows.append(Row(f"step, {name}", *time_steps(layers, clip, share), "graph", *sizes))
+    for kind in ("MHA", "MLA"):
+        layers, clip = make(kind, *sizes)
+        for clipped in sorted({0, 1, args.heads // 8}):
+            times = time_steps(kind, layers, clip, clipped)
+            what = f"step, {kind}, {clipped} of {args.heads} heads clipped"
+            rows.append(Row(what, *times, "graph", *sizes))
     for tokens in (4096, 16384):
         pair = time_maxima(tokens)
         rows.append(Row(f"max_logits of {tokens} tokens", *pair, "forward", *sizes))
