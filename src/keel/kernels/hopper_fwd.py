@@ -290,8 +290,8 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         buffer = turn % form.Q_BUFFERS
         if form.Q_BUFFERS == 1:
             if turn > 0:
-                put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, old_share,
-                         0, acc, total, top2, raw_top, mine, o_l)
+                put_away(cid, inputs, numbers, ring, form, False, old_row0, old_end, old_head,
+                         old_share, 0, acc, total, top2, raw_top, mine, o_l)
         mbarrier.wait(ring.q_full.index(buffer), (turn // form.Q_BUFFERS) & 1)
         stage = stage_of(count, form)
         mbarrier.wait(ring.k_full.index(stage), phase_of(count, form))
@@ -300,8 +300,8 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
                           use_acc=False, is_async=True)
         if form.Q_BUFFERS == 2:
             if turn > 0:
-                put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, old_share,
-                         buffer ^ 1, acc, total, top2, raw_top, mine, o_l)
+                put_away(cid, inputs, numbers, ring, form, False, old_row0, old_end, old_head,
+                         old_share, buffer ^ 1, acc, total, top2, raw_top, mine, o_l)
         s = warpgroup_mma_wait(0, [s])
         mark(K_FREE + stage, form.CONSUMERS)
         key = tile.key
@@ -389,10 +389,8 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         count += 1
     if cid == 0:
         take_turn(cid, form)  # the last one nobody else takes
-    put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, old_share,
+    put_away(cid, inputs, numbers, ring, form, True, old_row0, old_end, old_head, old_share,
              (turn + 1) % form.Q_BUFFERS, acc, total, top2, raw_top, mine, o_l)
-    if form.TOPS:
-        mbarrier.arrive(ring.q_empty.index((turn + 1) % 2), count=1)
     tma.store_wait(0)
 
 

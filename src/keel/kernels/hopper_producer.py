@@ -34,22 +34,10 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
     older_head = -1
     grid = gl.num_programs(0)
     work = gl.program_id(0)
+    head, place = head_and_place(numbers, work)
+    row0, row_end, first, split, last, row_set, key, end = read_record(inputs, place)
     while work < numbers.num_work:
         drawn = draw(inputs.COUNTER)
-        # heads in sections that share the L2; inside a section, longest tiles first
-        in_section = work % (numbers.num_tiles * numbers.section)
-        head = (work // (numbers.num_tiles * numbers.section)) * numbers.section
-        head += in_section % numbers.section
-        place = in_section // numbers.section
-        record = inputs.TILES + place * FIELDS
-        row0 = gl.load(record)
-        row_end = gl.load(record + 1)
-        first = gl.load(record + 2)
-        split = gl.load(record + 3)
-        last = gl.load(record + 4)
-        row_set = gl.load(record + 5)
-        key = gl.load(record + 6)
-        end = gl.load(record + 7)
         slot = turn & 1
         mbarrier.wait(ring.fields_empty.index(slot), ((turn >> 1) & 1) ^ 1)
         publish(ring, slot, 0, row0)
@@ -89,15 +77,18 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
                 count += 1
             key = next_key
             end = next_end
-        if form.TOPS:  # now, when all of this tile is under way; none of it is put away yet
-            if turn > 1:
-                raise_tops(inputs, ring, form, turn - 2, older_head)
-            older_head = old_head
-            old_head = head
         drawn = told(drawn)
         if drawn == numbers.num_work - 1:  # the last draw of all: ready for the next launch
             gl.store(inputs.COUNTER, 0)
         work = drawn + grid
+        next_head, place = head_and_place(numbers, gl.minimum(work, numbers.num_work - 1))
+        row0, row_end, first, split, last, row_set, key, end = read_record(inputs, place)
+        if form.TOPS:  # while the record comes; that tile was put away before queries came here
+            if turn > 1:
+                raise_tops(inputs, ring, form, turn - 2, older_head)
+            older_head = old_head
+            old_head = head
+        head = next_head
         turn += 1
     slot = turn & 1
     mbarrier.wait(ring.fields_empty.index(slot), ((turn >> 1) & 1) ^ 1)
@@ -108,8 +99,39 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         wait_for(V_FREE + block % form.STAGES, form.CONSUMERS)
     if form.TOPS:
         if turn > 1:
+            wait_until_put_away(ring, turn - 2)
             raise_tops(inputs, ring, form, turn - 2, older_head)
+        wait_until_put_away(ring, turn - 1)
         raise_tops(inputs, ring, form, turn - 1, old_head)
+
+
+@gluon.jit
+def head_and_place(numbers, work):
+    """Heads in sections that share the L2; inside a section, longest tiles first."""
+    in_section = work % (numbers.num_tiles * numbers.section)
+    head = (work // (numbers.num_tiles * numbers.section)) * numbers.section
+    head += in_section % numbers.section
+    return head, in_section // numbers.section
+
+
+@gluon.jit
+def read_record(inputs, place):
+    record = inputs.TILES + place * FIELDS
+    row0 = gl.load(record)
+    row_end = gl.load(record + 1)
+    first = gl.load(record + 2)
+    split = gl.load(record + 3)
+    last = gl.load(record + 4)
+    row_set = gl.load(record + 5)
+    key = gl.load(record + 6)
+    end = gl.load(record + 7)
+    return row0, row_end, first, split, last, row_set, key, end
+
+
+@gluon.jit
+def wait_until_put_away(ring, turn):
+    """The tile of a turn, where there are two buffers."""
+    mbarrier.wait(ring.q_empty.index(turn % 2), (turn // 2) & 1)
 
 
 @gluon.jit
@@ -119,7 +141,6 @@ def raise_tops(inputs, ring, form: gl.constexpr, turn, head):
     The producer has time for it, and they have not.
     """
     buffer = turn % 2
-    mbarrier.wait(ring.q_empty.index(buffer), (turn // 2) & 1)
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     for part in gl.static_range(form.CONSUMERS):
         tops = ring.tops.index(form.CONSUMERS * buffer + part).load(layout)
