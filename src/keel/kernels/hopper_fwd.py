@@ -152,13 +152,17 @@ def next_tile(inputs, ring, turn, mine, form: gl.constexpr):
 
 
 @gluon.jit
-def needed(needs, half, cid: gl.constexpr):
-    """1 for the first half alone, 2 for the second alone; else both, or none, which is rare."""
+def needed(needs, half, cid: gl.constexpr, form: gl.constexpr):
+    """What a consumer needs of a block: 1 for its first half, 2 for the second, 3 for both.
+
+    Blocks of 64 keys are their own first half.
+    """
     first = (needs >> (16 * cid)) & 255
     end = (needs >> (16 * cid + 8)) & 255
-    left = ((first <= half) & (half < end)).to(gl.int32)
-    right = ((first <= half + 1) & (half + 1 < end)).to(gl.int32)
-    return left + 2 * right
+    need = ((first <= half) & (half < end)).to(gl.int32)
+    if form.BN > HALF:
+        need += 2 * ((first <= half + 1) & (half + 1 < end)).to(gl.int32)
+    return need
 
 
 @gluon.constexpr_function
@@ -258,6 +262,27 @@ def step(cid: gl.constexpr, q, ring, acc, sums, top2, raw_top, probs, count, key
 
 
 @gluon.jit
+def pass_by(cid: gl.constexpr, ring, acc, probs, count, form: gl.constexpr, p_l: gl.constexpr):
+    """A block of keys of which this consumer needs nothing: the values of the block before are
+    added up, and its own will be, times zeros.
+
+    Its keys are waited for all the same, so that no phase of their barrier is missed.
+    """
+    stage = stage_of(count, form)
+    next_stage = stage_of(count + 1, form)
+    mbarrier.wait(ring.k_full.index(next_stage), phase_of(count + 1, form))
+    mark(K_FREE + next_stage, form.CONSUMERS)
+    take_turn(cid, form)
+    mbarrier.wait(ring.v_full.index(stage), phase_of(count, form))
+    acc = add_values(ring, acc, probs, stage, form)
+    pass_turn(cid, form)
+    acc = warpgroup_mma_wait(0, [acc])
+    mark(V_FREE + stage, form.CONSUMERS)
+    nothing = gl.zeros([PART, form.BN], gl.float32, scores_layout(form.BN))
+    return acc, as_operands(nothing, ring, form, 2, p_l)
+
+
+@gluon.jit
 def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     BN: gl.constexpr = form.BN
     DV: gl.constexpr = form.DV
@@ -344,28 +369,35 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
                     next_set = gl.load(inputs.RUNS + following * 4 + 2)
                     next_needs = gl.load(inputs.RUNS + following * 4 + 3)
                     next_lo, next_hi = bounds(inputs, next_set, mine, form)
-                half = gl.where(run == tile.first, 2, 0)  # the first block is behind
+                half = gl.where(run == tile.first, BN // HALF, 0)  # the first block is behind
                 while key < end:
                     if form.SKIPS:
-                        need = needed(needs, gl.minimum(half, FAR), cid)
-                        if need == 1:
-                            acc, sums, top2, raw_top, probs = step(
-                                cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
-                                scale2, numbers, form, True, 0, p_l, row_l)
-                        elif need == 2:
-                            acc, sums, top2, raw_top, probs = step(
-                                cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
-                                scale2, numbers, form, True, 1, p_l, row_l)
+                        need = needed(needs, gl.minimum(half, FAR), cid, form)
+                        if need == 0:
+                            acc, probs = pass_by(cid, ring, acc, probs, count, form, p_l)
                         else:
-                            acc, sums, top2, raw_top, probs = step(
-                                cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
-                                scale2, numbers, form, True, 2, p_l, row_l)
+                            if BN == HALF:
+                                acc, sums, top2, raw_top, probs = step(
+                                    cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
+                                    scale2, numbers, form, True, 2, p_l, row_l)
+                            elif need == 1:
+                                acc, sums, top2, raw_top, probs = step(
+                                    cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
+                                    scale2, numbers, form, True, 0, p_l, row_l)
+                            elif need == 2:
+                                acc, sums, top2, raw_top, probs = step(
+                                    cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
+                                    scale2, numbers, form, True, 1, p_l, row_l)
+                            else:
+                                acc, sums, top2, raw_top, probs = step(
+                                    cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
+                                    scale2, numbers, form, True, 2, p_l, row_l)
                     else:
                         acc, sums, top2, raw_top, probs = step(
                             cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
                             scale2, numbers, form, True, 2, p_l, row_l)
                     key += BN
-                    half += 2
+                    half += BN // HALF
                     count += 1
                 lo = next_lo
                 hi = next_hi
