@@ -34,10 +34,22 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
     older_head = -1
     grid = gl.num_programs(0)
     work = gl.program_id(0)
-    head, place = head_and_place(numbers, work)
-    row0, row_end, first, split, last, row_set, key, end = read_record(inputs, place)
     while work < numbers.num_work:
         drawn = draw(inputs.COUNTER)
+        # heads in sections that share the L2; inside a section, longest tiles first
+        in_section = work % (numbers.num_tiles * numbers.section)
+        head = (work // (numbers.num_tiles * numbers.section)) * numbers.section
+        head += in_section % numbers.section
+        place = in_section // numbers.section
+        record = inputs.TILES + place * FIELDS
+        row0 = gl.load(record)
+        row_end = gl.load(record + 1)
+        first = gl.load(record + 2)
+        split = gl.load(record + 3)
+        last = gl.load(record + 4)
+        row_set = gl.load(record + 5)
+        key = gl.load(record + 6)
+        end = gl.load(record + 7)
         slot = turn & 1
         mbarrier.wait(ring.fields_empty.index(slot), ((turn >> 1) & 1) ^ 1)
         publish(ring, slot, 0, row0)
@@ -59,6 +71,11 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         for part in gl.static_range(form.CONSUMERS):
             tma_load(inputs.q, [row0 + part * (PART // form.PACK), head * form.PACK, 0],
                      ring.q_full.index(buffer), ring.q.index(form.CONSUMERS * buffer + part))
+        if form.TOPS:  # of the tile that had this buffer; now there is time, keys have to wait
+            if turn > 1:
+                raise_tops(inputs, ring, form, turn - 2, older_head)
+            older_head = old_head
+            old_head = head
         kv_head = head // numbers.group
         for run in range(first, last):
             next_key = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
@@ -81,14 +98,6 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         if drawn == numbers.num_work - 1:  # the last draw of all: ready for the next launch
             gl.store(inputs.COUNTER, 0)
         work = drawn + grid
-        next_head, place = head_and_place(numbers, gl.minimum(work, numbers.num_work - 1))
-        row0, row_end, first, split, last, row_set, key, end = read_record(inputs, place)
-        if form.TOPS:  # while the record comes; that tile was put away before queries came here
-            if turn > 1:
-                raise_tops(inputs, ring, form, turn - 2, older_head)
-            older_head = old_head
-            old_head = head
-        head = next_head
         turn += 1
     slot = turn & 1
     mbarrier.wait(ring.fields_empty.index(slot), ((turn >> 1) & 1) ^ 1)
@@ -103,29 +112,6 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
             raise_tops(inputs, ring, form, turn - 2, older_head)
         wait_until_put_away(ring, turn - 1)
         raise_tops(inputs, ring, form, turn - 1, old_head)
-
-
-@gluon.jit
-def head_and_place(numbers, work):
-    """Heads in sections that share the L2; inside a section, longest tiles first."""
-    in_section = work % (numbers.num_tiles * numbers.section)
-    head = (work // (numbers.num_tiles * numbers.section)) * numbers.section
-    head += in_section % numbers.section
-    return head, in_section // numbers.section
-
-
-@gluon.jit
-def read_record(inputs, place):
-    record = inputs.TILES + place * FIELDS
-    row0 = gl.load(record)
-    row_end = gl.load(record + 1)
-    first = gl.load(record + 2)
-    split = gl.load(record + 3)
-    last = gl.load(record + 4)
-    row_set = gl.load(record + 5)
-    key = gl.load(record + 6)
-    end = gl.load(record + 7)
-    return row0, row_end, first, split, last, row_set, key, end
 
 
 @gluon.jit
