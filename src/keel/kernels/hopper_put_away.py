@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from keel._versions import thread_barrier, tma_store
 from keel.kernels.flash_common import LN2, LOG2E
-from keel.kernels.hopper_common import PART, SHARE_BITS, raise_max
+from keel.kernels.hopper_common import PART, SHARE_BITS, as_offset, raise_max
 from keel.kernels.hopper_rows import head_of, token_of
 
 # fmt: off
@@ -111,17 +111,6 @@ def meet(cid: gl.constexpr, inputs, numbers, form: gl.constexpr, share, head, th
             total += its_total * weight
             acc += its_acc * gl.convert_layout(weight, row_l)[:, None]
     return acc, total, top2, complete
-
-
-@gluon.jit
-def as_offset(stride):
-    """A stride, > 0, in 64 bits. Signs of 32 bits would be extended before all tiles, and kept in
-    registers that are needed, or spilled."""
-    stride = gl.to_tensor(stride)
-    if stride.dtype == gl.int32:
-        return stride.to(gl.uint32, bitcast=True).to(gl.int64)
-    else:
-        return stride
 
 
 @gluon.jit
