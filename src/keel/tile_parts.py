@@ -192,12 +192,11 @@ def block_times(records: TileRecords, skips: bool = False) -> list[Floats]:
 
 
 def _needed_part(needs: int, half: int) -> float:
-    """How much of a partial block of two halves is computed: consumers leave one out, or none."""
+    """How much of a partial block of two halves is computed: consumers leave out what they can."""
     computed = 0
     for part in range(2):
         first, end = needs >> 16 * part & 255, needs >> 16 * part + 8 & 255
-        number = (first <= half < end) + (first <= half + 1 < end)
-        computed += number if number == 1 else 2
+        computed += (first <= half < end) + (first <= half + 1 < end)
     return computed / 4
 
 

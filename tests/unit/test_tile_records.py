@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,26 +22,28 @@ from keel.tile_records import (
     best_records,
     document_cuts,
     make_records,
+    with_needs,
 )
 
 
-def blocks_of(records: TileRecords) -> Iterable[tuple[int, ...]]:
+def blocks_of(records: TileRecords) -> Iterable[tuple[Any, ...]]:
     """(first row, end of rows, first key, end of keys, row set or -1, needs, number in its run) of
-    every block; 0 needs all, as does the first block of a tile."""
+    every block; needs are None for the first block of a tile, of which all is computed."""
     for row0, row_end, first, split, last, *_ in records.tiles.tolist():
         for run in range(first, last):
             key, end, row_set, needs = records.runs[run].tolist()
             for number, k in enumerate(range(key, end, records.block_n)):
                 place = (row0, row_end, k, k + records.block_n, -1 if run < split else row_set)
-                yield *place, 0 if run == first and number == 0 else needs, number
+                yield *place, None if run == first and number == 0 else needs, number
 
 
-def halves_left_out(needs: int, part: int, block: int) -> list[int]:
-    """As the kernel does: none where it would be both."""
+def halves_left_out(needs: int | None, part: int, block: int, halves: int = 2) -> list[int]:
+    """Of so many in a block, as the kernel does."""
+    if needs is None:
+        return []
     first, end = needs >> 16 * part & 255, needs >> 16 * part + 8 & 255
-    number = min(2 * block, FAR)
-    needed = [first <= number + half < end for half in (0, 1)]
-    return [needed.index(False)] if sum(needed) == 1 else []
+    number = min(halves * block, FAR)
+    return [half for half in range(halves) if not first <= number + half < end]
 
 
 def covered(records: TileRecords, mask: AttnMask) -> torch.Tensor:
@@ -54,9 +57,9 @@ def covered(records: TileRecords, mask: AttnMask) -> torch.Tensor:
         lo, hi = (torch.from_numpy(x[row_set, :rows]) for x in (records.row_lo, records.row_hi))
         j = torch.arange(key, end)
         seen = (j >= lo[:, None]) & (j < hi[:, None])
-        for part in range(2 if records.rows <= ROWS and records.block_n == 2 * HALF else 0):
+        for part in range(2 if records.rows <= ROWS else 0):
             size = records.rows // 2
-            for half in halves_left_out(needs, part, number):
+            for half in halves_left_out(needs, part, number, records.block_n // HALF):
                 seen[part * size : (part + 1) * size, half * HALF : (half + 1) * HALF] = False
         count[row0:row_end, key:end] += seen
     assert not count[:, mask.tk :].any()
@@ -94,7 +97,7 @@ def test_every_pair_once(mask, block_n, tile_rows, data):
     for starts in (by_chance, by_document):
         records = make_records(rows, mask.tq, starts, block_n, tile_rows)
         assert records.rows == records.row_hi.shape[1] == tile_rows
-        check(records, mask)
+        check(records if tile_rows > ROWS else with_needs(records), mask)
     for block_ns in ((64, 128), (128,)):
         check(best_records(mask, block_ns, tile_rows), mask)
 
@@ -182,9 +185,21 @@ def test_consumers_need_half_of_the_diagonal():
     left_out = [
         [halves_left_out(needs, part, number) for part in range(2)]
         for *_, row_set, needs, number in blocks_of(records)
-        if row_set >= 0 and needs
+        if row_set >= 0 and needs is not None
     ]
     assert left_out == [[[1], []]] * 3  # three of four tiles begin with a full block
+
+
+def test_consumers_need_nothing_of_some_blocks():
+    """Of two short documents each consumer has its own keys, and the second those of both."""
+    mask = masks.documents([0, 64, 128, 192, 256], causal=True)
+    records = best_records(mask, (64,))
+    left_out = [
+        [halves_left_out(needs, part, number, 1) for part in range(2)]
+        for *_, row_set, needs, number in blocks_of(records)
+        if row_set >= 0 and needs is not None
+    ]
+    assert left_out == [[[0], []]] * 2
 
 
 def test_long_partial_runs_are_needed_whole():

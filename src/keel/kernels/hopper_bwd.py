@@ -45,7 +45,7 @@ from keel.kernels.hopper_bwd_producer import (
     producer,
 )
 from keel.kernels.hopper_common import PART as HALF
-from keel.kernels.hopper_common import capped_with_slope, hidden_zero, mark, work_of
+from keel.kernels.hopper_common import as_offset, capped_with_slope, hidden_zero, mark, work_of
 from keel.kernels.hopper_staging import store_turned
 
 # fmt: off
@@ -235,7 +235,8 @@ def write_rows(POINTER, x, first, end, lane, num_lanes, COLUMNS: gl.constexpr,
     layout: gl.constexpr = x.type.layout
     rows = first + gl.arange(0, HALF, gl.SliceLayout(1, layout))
     dim = BEGIN + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
-    place = POINTER + ((rows.to(gl.int64) * num_lanes + lane) * COLUMNS)[:, None] + dim[None, :]
+    line = rows.to(gl.int64) * as_offset(num_lanes) + lane
+    place = POINTER + (line * COLUMNS)[:, None] + dim[None, :]
     inside = (rows < end)[:, None] & (dim < COLUMNS)[None, :]
     gl.store(place, x.to(POINTER.dtype.element_ty), mask=inside)
 
@@ -291,25 +292,22 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
         run = tile.first
         row = gl.load(inputs.RUNS + run * 4)
         end = gl.load(inputs.RUNS + run * 4 + 1)
-        lo, hi = bounds(inputs, form, tile.split, mine)
         while run < tile.last:  # not a loop for each kind of run: see the forward
             next_row = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
             next_end = gl.load(inputs.RUNS + run * 4 + 5)
             if run < tile.split:
                 while row < end:
-                    dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, lo,
-                                  hi, False, s_l, a_l)
+                    dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, mine,
+                                  mine, False, s_l, a_l)
                     row += BM
                     count += 1
             else:
-                next_lo, next_hi = bounds(inputs, form, run + 1, mine)
+                lo, hi = bounds(inputs, form, run, mine)  # not sooner: registers are scarce
                 while row < end:
                     dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, lo,
                                   hi, True, s_l, a_l)
                     row += BM
                     count += 1
-                lo = next_lo
-                hi = next_hi
             row = next_row
             end = next_end
             run += 1

@@ -54,7 +54,7 @@ class Form(Constants):
     halves: bool = False
     """Probabilities of a block go to the tensor cores in two parts."""
     skips: bool = False
-    """Of partial blocks, consumers compute the half that they need, if it is one."""
+    """Of partial blocks, consumers compute the half that they need, or nothing."""
     turns: bool = False
     """Consumers issue their products in turns, so that each has its exponentials while others have
     the tensor cores. For two stages: the barriers of a third serve for this."""
@@ -285,6 +285,17 @@ def stage_of(count, form: gl.constexpr):
 @gluon.jit
 def phase_of(count, form: gl.constexpr):
     return (count // form.STAGES) & 1
+
+
+@gluon.jit
+def as_offset(stride):
+    """A stride, > 0, in 64 bits. Signs of 32 bits would be extended before all tiles, and kept in
+    registers that are needed, or spilled."""
+    stride = gl.to_tensor(stride)
+    if stride.dtype == gl.int32:
+        return stride.to(gl.uint32, bitcast=True).to(gl.int64)
+    else:
+        return stride
 
 
 @gluon.jit

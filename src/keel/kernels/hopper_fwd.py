@@ -26,13 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from keel.kernels.flash_common import LOG2E
 from keel.kernels.hopper_common import (
-    FAR,
     FIELDS,
     HALF,
     PART,
-    capped,
     field,
-    hide,
     lane_sums,
     mark,
     pass_turn,
@@ -40,6 +37,14 @@ from keel.kernels.hopper_common import (
     row_max,
     stage_of,
     take_turn,
+)
+from keel.kernels.hopper_fwd_steps import (
+    add_values,
+    as_operands,
+    partial_step,
+    scores,
+    scores_layout,
+    step,
 )
 from keel.kernels.hopper_producer import K_FREE, V_FREE, producer
 from keel.kernels.hopper_put_away import put_away
@@ -152,112 +157,6 @@ def next_tile(inputs, ring, turn, mine, form: gl.constexpr):
 
 
 @gluon.jit
-def needed(needs, half, cid: gl.constexpr):
-    """1 for the first half alone, 2 for the second alone; else both, or none, which is rare."""
-    first = (needs >> (16 * cid)) & 255
-    end = (needs >> (16 * cid + 8)) & 255
-    left = ((first <= half) & (half < end)).to(gl.int32)
-    right = ((first <= half + 1) & (half + 1 < end)).to(gl.int32)
-    return left + 2 * right
-
-
-@gluon.constexpr_function
-def scores_layout(keys):
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys, 16])
-
-
-@gluon.jit
-def scores(s, key, lo, hi, raw_top, numbers, form: gl.constexpr, MASKED: gl.constexpr):
-    """Scores as they go into the softmax, and the highest before softcap where that is wanted."""
-    if form.HAS_SOFTCAP:
-        if form.WANT_MAX:
-            raw = s * numbers.scale
-            if MASKED:
-                raw = hide(raw, key, lo, hi)
-            raw_top = gl.maximum(raw_top, gl.max(raw, 1))
-        s = capped(s, numbers.scale, numbers.softcap)
-    if MASKED:
-        s = hide(s, key, lo, hi)
-    return s, raw_top
-
-
-@gluon.jit
-def add_values(ring, acc, probs, stage, form: gl.constexpr):
-    """acc += probs v, probabilities by halves of a block where blocks have halves."""
-    v = ring.v.index(stage).reshape([form.BN, form.DV])
-    if form.HALVES:
-        acc = warpgroup_mma(probs[0], v.slice(0, HALF), acc, is_async=True)
-        return warpgroup_mma(probs[1], v.slice(HALF, HALF), acc, is_async=True)
-    else:
-        return warpgroup_mma(probs[0], v, acc, is_async=True)
-
-
-@gluon.jit
-def as_operands(p, ring, form: gl.constexpr, WHICH: gl.constexpr, p_l: gl.constexpr):
-    """Probabilities as `add_values` takes them, those of the other half zeros."""
-    p = p.to(ring.k.dtype)
-    if not form.HALVES:
-        return (gl.convert_layout(p, p_l),)
-    elif WHICH == 2:
-        left, right = p.reshape([PART, 2, HALF]).permute((0, 2, 1)).split()
-        return gl.convert_layout(left, p_l), gl.convert_layout(right, p_l)
-    else:
-        p = gl.convert_layout(p, p_l)
-        zeros = gl.zeros([PART, HALF], ring.k.dtype, p_l)
-        if WHICH == 0:
-            return p, zeros
-        else:
-            return zeros, p
-
-
-@gluon.jit
-def step(cid: gl.constexpr, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
-         scale2, numbers, form: gl.constexpr, MASKED: gl.constexpr, WHICH: gl.constexpr,
-         p_l: gl.constexpr, row_l: gl.constexpr):
-    """Scores of a block of keys while the values of the block before are added up.
-
-    WHICH: the half of the block that is needed, 0 or 1; 2 for all of it.
-    """
-    KEYS: gl.constexpr = form.BN if WHICH == 2 else HALF
-    PENDING: gl.constexpr = 2 if form.HALVES else 1
-    s_l: gl.constexpr = scores_layout(KEYS)
-    srow_l: gl.constexpr = top2.type.layout
-    stage = stage_of(count, form)
-    phase = phase_of(count, form)
-    next_stage = stage_of(count + 1, form)
-    next_phase = phase_of(count + 1, form)
-    k = ring.k.index(next_stage).reshape([form.BN, form.D])
-    if WHICH != 2:
-        k = k.slice(WHICH * HALF, HALF)
-    mbarrier.wait(ring.k_full.index(next_stage), next_phase)
-    take_turn(cid, form)
-    s = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([PART, KEYS], gl.float32, s_l),
-                      use_acc=False, is_async=True)
-    mbarrier.wait(ring.v_full.index(stage), phase)
-    acc = add_values(ring, acc, probs, stage, form)
-    pass_turn(cid, form)
-    s = warpgroup_mma_wait(PENDING, [s])
-    mark(K_FREE + next_stage, form.CONSUMERS)
-    if WHICH == 1:
-        key += HALF
-    s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, MASKED)
-    new_top2 = gl.maximum(top2, gl.convert_layout(row_max(s, form), srow_l) * scale2)
-    shift = new_top2
-    if MASKED:
-        shift = gl.where(new_top2 == float("-inf"), 0.0, new_top2)
-    p = gl.exp2(s * scale2 - gl.convert_layout(shift, gl.SliceLayout(1, s_l))[:, None])
-    decay = gl.exp2(top2 - shift)
-    sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None]
-    sums += gl.convert_layout(lane_sums(p), sums.type.layout)
-    acc = warpgroup_mma_wait(0, [acc])
-    mark(V_FREE + stage, form.CONSUMERS)
-    probs = as_operands(p, ring, form, WHICH, p_l)
-    acc = acc * gl.convert_layout(decay, row_l)[:, None]
-    return acc, sums, new_top2, raw_top, probs
-
-
-@gluon.jit
 def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     BN: gl.constexpr = form.BN
     DV: gl.constexpr = form.DV
@@ -290,8 +189,8 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         buffer = turn % form.Q_BUFFERS
         if form.Q_BUFFERS == 1:
             if turn > 0:
-                put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, old_share,
-                         0, acc, total, top2, raw_top, mine, o_l)
+                put_away(cid, inputs, numbers, ring, form, False, old_row0, old_end, old_head,
+                         old_share, 0, acc, total, top2, raw_top, mine, o_l)
         mbarrier.wait(ring.q_full.index(buffer), (turn // form.Q_BUFFERS) & 1)
         stage = stage_of(count, form)
         mbarrier.wait(ring.k_full.index(stage), phase_of(count, form))
@@ -300,8 +199,8 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
                           use_acc=False, is_async=True)
         if form.Q_BUFFERS == 2:
             if turn > 0:
-                put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, old_share,
-                         buffer ^ 1, acc, total, top2, raw_top, mine, o_l)
+                put_away(cid, inputs, numbers, ring, form, False, old_row0, old_end, old_head,
+                         old_share, buffer ^ 1, acc, total, top2, raw_top, mine, o_l)
         s = warpgroup_mma_wait(0, [s])
         mark(K_FREE + stage, form.CONSUMERS)
         key = tile.key
@@ -344,28 +243,13 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
                     next_set = gl.load(inputs.RUNS + following * 4 + 2)
                     next_needs = gl.load(inputs.RUNS + following * 4 + 3)
                     next_lo, next_hi = bounds(inputs, next_set, mine, form)
-                half = gl.where(run == tile.first, 2, 0)  # the first block is behind
+                half = gl.where(run == tile.first, BN // HALF, 0)  # the first block is behind
                 while key < end:
-                    if form.SKIPS:
-                        need = needed(needs, gl.minimum(half, FAR), cid)
-                        if need == 1:
-                            acc, sums, top2, raw_top, probs = step(
-                                cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
-                                scale2, numbers, form, True, 0, p_l, row_l)
-                        elif need == 2:
-                            acc, sums, top2, raw_top, probs = step(
-                                cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
-                                scale2, numbers, form, True, 1, p_l, row_l)
-                        else:
-                            acc, sums, top2, raw_top, probs = step(
-                                cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
-                                scale2, numbers, form, True, 2, p_l, row_l)
-                    else:
-                        acc, sums, top2, raw_top, probs = step(
-                            cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
-                            scale2, numbers, form, True, 2, p_l, row_l)
+                    acc, sums, top2, raw_top, probs = partial_step(
+                        cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
+                        scale2, numbers, needs, half, form, p_l, row_l)
                     key += BN
-                    half += 2
+                    half += BN // HALF
                     count += 1
                 lo = next_lo
                 hi = next_hi
@@ -389,10 +273,8 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         count += 1
     if cid == 0:
         take_turn(cid, form)  # the last one nobody else takes
-    put_away(cid, inputs, numbers, ring, form, old_row0, old_end, old_head, old_share,
+    put_away(cid, inputs, numbers, ring, form, True, old_row0, old_end, old_head, old_share,
              (turn + 1) % form.Q_BUFFERS, acc, total, top2, raw_top, mine, o_l)
-    if form.TOPS:
-        mbarrier.arrive(ring.q_empty.index((turn + 1) % 2), count=1)
     tma.store_wait(0)
 
 

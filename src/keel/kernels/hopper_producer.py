@@ -71,6 +71,11 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         for part in gl.static_range(form.CONSUMERS):
             tma_load(inputs.q, [row0 + part * (PART // form.PACK), head * form.PACK, 0],
                      ring.q_full.index(buffer), ring.q.index(form.CONSUMERS * buffer + part))
+        if form.TOPS:  # of the tile that had this buffer; now there is time, keys have to wait
+            if turn > 1:
+                raise_tops(inputs, ring, form, turn - 2, older_head)
+            older_head = old_head
+            old_head = head
         kv_head = head // numbers.group
         for run in range(first, last):
             next_key = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
@@ -89,11 +94,6 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
                 count += 1
             key = next_key
             end = next_end
-        if form.TOPS:  # now, when all of this tile is under way; none of it is put away yet
-            if turn > 1:
-                raise_tops(inputs, ring, form, turn - 2, older_head)
-            older_head = old_head
-            old_head = head
         drawn = told(drawn)
         if drawn == numbers.num_work - 1:  # the last draw of all: ready for the next launch
             gl.store(inputs.COUNTER, 0)
@@ -108,8 +108,16 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         wait_for(V_FREE + block % form.STAGES, form.CONSUMERS)
     if form.TOPS:
         if turn > 1:
+            wait_until_put_away(ring, turn - 2)
             raise_tops(inputs, ring, form, turn - 2, older_head)
+        wait_until_put_away(ring, turn - 1)
         raise_tops(inputs, ring, form, turn - 1, old_head)
+
+
+@gluon.jit
+def wait_until_put_away(ring, turn):
+    """The tile of a turn, where there are two buffers."""
+    mbarrier.wait(ring.q_empty.index(turn % 2), (turn // 2) & 1)
 
 
 @gluon.jit
@@ -119,7 +127,6 @@ def raise_tops(inputs, ring, form: gl.constexpr, turn, head):
     The producer has time for it, and they have not.
     """
     buffer = turn % 2
-    mbarrier.wait(ring.q_empty.index(buffer), (turn // 2) & 1)
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     for part in gl.static_range(form.CONSUMERS):
         tops = ring.tops.index(form.CONSUMERS * buffer + part).load(layout)

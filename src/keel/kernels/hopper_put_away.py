@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from keel._versions import thread_barrier, tma_store
 from keel.kernels.flash_common import LN2, LOG2E
-from keel.kernels.hopper_common import PART, SHARE_BITS, raise_max
+from keel.kernels.hopper_common import PART, SHARE_BITS, as_offset, raise_max
 from keel.kernels.hopper_rows import head_of, token_of
 
 # fmt: off
 
 
 @gluon.jit
-def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0, row_end, head,
-             share, buffer, acc, total, top2, raw_top, mine, o_l: gl.constexpr):
-    """Sink, lse, out and max logits of a finished tile; of a part of one, max logits alone, unless
-    it is the last of them to finish."""
+def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, LAST: gl.constexpr,
+             row0, row_end, head, share, buffer, acc, total, top2, raw_top, mine,
+             o_l: gl.constexpr):
+    """Max logits, sink, lse and out of a finished tile; of a part of one, max logits alone, unless
+    it is the last of them to finish.
+
+    LAST: no tile follows, so the producer is told of the maxima at once and raises max logits
+    while results are written.
+    """
     there = row0 + token_of(mine, form) < row_end
     if form.WANT_MAX:
         row_top = top2 * LN2
@@ -27,6 +32,10 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0,
         # maxima drop NaNs, sums keep them
         row_top = gl.where(total == total, row_top, float("nan"))
         row_top = gl.where(there, row_top, float("-inf"))
+    if form.TOPS:
+        ring.tops.index(form.CONSUMERS * buffer + cid).store(row_top)
+        if LAST:
+            mbarrier.arrive(ring.q_empty.index(buffer), count=1)
     if form.CUTS:
         complete = share < 0
         if share >= 0:
@@ -38,9 +47,7 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0,
     else:
         write_out(cid, inputs, numbers, ring, form, row0, row_end, head, buffer, acc, total, top2,
                   mine, o_l)
-    if form.TOPS:
-        ring.tops.index(form.CONSUMERS * buffer + cid).store(row_top)
-    elif form.WANT_MAX:
+    if form.WANT_MAX and not form.TOPS:
         raise_max(inputs.MAX_LOGITS + head, row_top)
 
 
@@ -125,18 +132,18 @@ def write_out(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0
     denominator = gl.where(empty, 1.0, total)
     lse = gl.where(empty, float("-inf"), (top2 + gl.log2(denominator)) * LN2)
     out = acc * gl.convert_layout(1.0 / denominator, row_l)[:, None]
-    lse_place = inputs.LSE + rows.to(gl.int64) * (numbers.num_heads * form.PACK)
+    lse_place = inputs.LSE + rows.to(gl.int64) * as_offset(numbers.num_heads * form.PACK)
     lse_place += head_of(mine, head, form)
     dim = gl.arange(0, form.DV, gl.SliceLayout(0, o_l))
     if form.PACK == 1:
         out_rows = row0 + cid * PART + gl.arange(0, PART, row_l)
-        place = inputs.OUT + (out_rows.to(gl.int64) * numbers.stride_ot)[:, None]
-        place += head.to(gl.int64) * numbers.stride_oh + dim[None, :]
+        place = inputs.OUT + (out_rows.to(gl.int64) * as_offset(numbers.stride_ot))[:, None]
+        place += head.to(gl.int64) * as_offset(numbers.stride_oh) + dim[None, :]
     else:
         row = cid * PART + gl.arange(0, PART, row_l)
         out_rows = row0 + token_of(row, form)
-        line = out_rows.to(gl.int64) * numbers.stride_ot
-        line += head_of(row, head, form).to(gl.int64) * numbers.stride_oh
+        line = out_rows.to(gl.int64) * as_offset(numbers.stride_ot)
+        line += head_of(row, head, form).to(gl.int64) * as_offset(numbers.stride_oh)
         place = inputs.OUT + line[:, None] + dim[None, :]
     inside = (out_rows < row_end)[:, None]
     if form.COLUMNS > 0:

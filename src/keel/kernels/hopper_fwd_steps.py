@@ -1,0 +1,195 @@
+"""Blocks of keys in the Hopper forward: what one consumer does with their scores and values."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from keel.kernels.hopper_common import (
+    FAR,
+    HALF,
+    PART,
+    capped,
+    hide,
+    lane_sums,
+    mark,
+    pass_turn,
+    phase_of,
+    row_max,
+    stage_of,
+    take_turn,
+)
+from keel.kernels.hopper_producer import K_FREE, V_FREE
+
+# fmt: off
+
+
+@gluon.jit
+def needed(needs, half, cid: gl.constexpr, form: gl.constexpr):
+    """What a consumer needs of a block: 1 for its first half, 2 for the second, 3 for both.
+
+    Blocks of 64 keys are their own first half.
+    """
+    first = (needs >> (16 * cid)) & 255
+    end = (needs >> (16 * cid + 8)) & 255
+    need = ((first <= half) & (half < end)).to(gl.int32)
+    if form.BN > HALF:
+        need += 2 * ((first <= half + 1) & (half + 1 < end)).to(gl.int32)
+    return need
+
+
+@gluon.constexpr_function
+def scores_layout(keys):
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys, 16])
+
+
+@gluon.jit
+def scores(s, key, lo, hi, raw_top, numbers, form: gl.constexpr, MASKED: gl.constexpr):
+    """Scores as they go into the softmax, and the highest before softcap where that is wanted."""
+    if form.HAS_SOFTCAP:
+        if form.WANT_MAX:
+            raw = s * numbers.scale
+            if MASKED:
+                raw = hide(raw, key, lo, hi)
+            raw_top = gl.maximum(raw_top, gl.max(raw, 1))
+        s = capped(s, numbers.scale, numbers.softcap)
+    if MASKED:
+        s = hide(s, key, lo, hi)
+    return s, raw_top
+
+
+@gluon.jit
+def add_values(ring, acc, probs, stage, form: gl.constexpr):
+    """acc += probs v, probabilities by halves of a block where blocks have halves."""
+    v = ring.v.index(stage).reshape([form.BN, form.DV])
+    if form.HALVES:
+        acc = warpgroup_mma(probs[0], v.slice(0, HALF), acc, is_async=True)
+        return warpgroup_mma(probs[1], v.slice(HALF, HALF), acc, is_async=True)
+    else:
+        return warpgroup_mma(probs[0], v, acc, is_async=True)
+
+
+@gluon.jit
+def as_operands(p, ring, form: gl.constexpr, WHICH: gl.constexpr, p_l: gl.constexpr):
+    """Probabilities as `add_values` takes them, those of the other half zeros."""
+    p = p.to(ring.k.dtype)
+    if not form.HALVES:
+        return (gl.convert_layout(p, p_l),)
+    elif WHICH == 2:
+        left, right = p.reshape([PART, 2, HALF]).permute((0, 2, 1)).split()
+        return gl.convert_layout(left, p_l), gl.convert_layout(right, p_l)
+    else:
+        p = gl.convert_layout(p, p_l)
+        zeros = gl.zeros([PART, HALF], ring.k.dtype, p_l)
+        if WHICH == 0:
+            return p, zeros
+        else:
+            return zeros, p
+
+
+@gluon.jit
+def step(cid: gl.constexpr, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
+         scale2, numbers, form: gl.constexpr, MASKED: gl.constexpr, WHICH: gl.constexpr,
+         p_l: gl.constexpr, row_l: gl.constexpr):
+    """Scores of a block of keys while the values of the block before are added up.
+
+    WHICH: the half of the block that is needed, 0 or 1; 2 for all of it.
+    """
+    KEYS: gl.constexpr = form.BN if WHICH == 2 else HALF
+    PENDING: gl.constexpr = 2 if form.HALVES else 1
+    s_l: gl.constexpr = scores_layout(KEYS)
+    srow_l: gl.constexpr = top2.type.layout
+    stage = stage_of(count, form)
+    phase = phase_of(count, form)
+    next_stage = stage_of(count + 1, form)
+    next_phase = phase_of(count + 1, form)
+    k = ring.k.index(next_stage).reshape([form.BN, form.D])
+    if WHICH != 2:
+        k = k.slice(WHICH * HALF, HALF)
+    mbarrier.wait(ring.k_full.index(next_stage), next_phase)
+    take_turn(cid, form)
+    s = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([PART, KEYS], gl.float32, s_l),
+                      use_acc=False, is_async=True)
+    mbarrier.wait(ring.v_full.index(stage), phase)
+    acc = add_values(ring, acc, probs, stage, form)
+    pass_turn(cid, form)
+    s = warpgroup_mma_wait(PENDING, [s])
+    mark(K_FREE + next_stage, form.CONSUMERS)
+    if WHICH == 1:
+        key += HALF
+    s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, MASKED)
+    new_top2 = gl.maximum(top2, gl.convert_layout(row_max(s, form), srow_l) * scale2)
+    shift = new_top2
+    if MASKED:
+        shift = gl.where(new_top2 == float("-inf"), 0.0, new_top2)
+    p = gl.exp2(s * scale2 - gl.convert_layout(shift, gl.SliceLayout(1, s_l))[:, None])
+    decay = gl.exp2(top2 - shift)
+    sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None]
+    sums += gl.convert_layout(lane_sums(p), sums.type.layout)
+    acc = warpgroup_mma_wait(0, [acc])
+    mark(V_FREE + stage, form.CONSUMERS)
+    probs = as_operands(p, ring, form, WHICH, p_l)
+    acc = acc * gl.convert_layout(decay, row_l)[:, None]
+    return acc, sums, new_top2, raw_top, probs
+
+
+@gluon.jit
+def pass_by(cid: gl.constexpr, ring, acc, probs, count, form: gl.constexpr, p_l: gl.constexpr):
+    """A block of keys of which this consumer needs nothing: the values of the block before are
+    added up, and its own will be, times zeros.
+
+    Its keys are waited for all the same, so that no phase of their barrier is missed.
+    """
+    stage = stage_of(count, form)
+    next_stage = stage_of(count + 1, form)
+    mbarrier.wait(ring.k_full.index(next_stage), phase_of(count + 1, form))
+    mark(K_FREE + next_stage, form.CONSUMERS)
+    take_turn(cid, form)
+    mbarrier.wait(ring.v_full.index(stage), phase_of(count, form))
+    acc = add_values(ring, acc, probs, stage, form)
+    pass_turn(cid, form)
+    acc = warpgroup_mma_wait(0, [acc])
+    mark(V_FREE + stage, form.CONSUMERS)
+    nothing = gl.zeros([PART, form.BN], gl.float32, scores_layout(form.BN))
+    return acc, as_operands(nothing, ring, form, 2, p_l)
+
+
+@gluon.jit
+def partial_step(cid: gl.constexpr, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
+                 scale2, numbers, needs, half, form: gl.constexpr, p_l: gl.constexpr,
+                 row_l: gl.constexpr):
+    """`step` for what the consumer needs of a partial block."""
+    if not form.SKIPS:
+        return step(cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, scale2,
+                    numbers, form, True, 2, p_l, row_l)
+    else:
+        need = needed(needs, gl.minimum(half, FAR), cid, form)
+        if need == 0:
+            acc, probs = pass_by(cid, ring, acc, probs, count, form, p_l)
+        else:
+            if form.BN == HALF:
+                acc, sums, top2, raw_top, probs = step(
+                    cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, scale2,
+                    numbers, form, True, 2, p_l, row_l)
+            elif need == 1:
+                acc, sums, top2, raw_top, probs = step(
+                    cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, scale2,
+                    numbers, form, True, 0, p_l, row_l)
+            elif need == 2:
+                acc, sums, top2, raw_top, probs = step(
+                    cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, scale2,
+                    numbers, form, True, 1, p_l, row_l)
+            else:
+                acc, sums, top2, raw_top, probs = step(
+                    cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi, scale2,
+                    numbers, form, True, 2, p_l, row_l)
+        return acc, sums, top2, raw_top, probs
+
+
+# fmt: on
