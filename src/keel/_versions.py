@@ -28,27 +28,109 @@ def constant_in_traces(function: Callable[P, R]) -> Callable[P, R]:
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
+# Looked up once: these are asked at each call, and a lookup takes as long as an answer.
+_is_compiling = torch.compiler.is_compiling
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_num_function_modes = torch._C._len_torch_function_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_tracing_state = torch._C._get_tracing_state
 
-def runs_plainly(*tensors: torch.Tensor) -> bool:
-    """Whether nobody traces, transforms or counts operators, so that one may be bypassed."""
+
+def nobody_looks() -> bool:
+    """Whether nobody traces, transforms or counts operators."""
     if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        _is_compiling()
+        or _num_dispatch_modes()
+        or _transform() is not None
         or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
+        or _tracing_state() is not None
     ):
         return False
-    if torch._C._len_torch_function_stack():  # a default device is one, and looks at nothing
+    if _num_function_modes():  # a default device is one, and looks at nothing
         modes = torch.overrides._get_current_function_mode_stack()
-        if any(type(mode) is not DeviceContext for mode in modes):
-            return False
-    return _PLAIN.issuperset(map(type, tensors)) and not any(x.is_neg() for x in tensors)
+        return all(type(mode) is DeviceContext for mode in modes)
+    return True
 
 
-def apply_plainly(function: type[torch.autograd.Function], *inputs: Any) -> Any:
-    """function.apply without its look at torch.func's transforms, after `runs_plainly`."""
-    return super(torch.autograd.Function, function).apply(*inputs)  # type: ignore[misc]
+def runs_plainly(*tensors: torch.Tensor) -> bool:
+    """Whether nobody looks, and tensors are no more than memory: operators may be bypassed."""
+    return (
+        nobody_looks()
+        and _PLAIN.issuperset(map(type, tensors))
+        and not any(x.is_neg() for x in tensors)
+    )
+
+
+def layout_check(*tensors: torch.Tensor) -> Callable[..., bool] | None:
+    """Recognises tensors of the same types, shapes, strides, dtypes and devices, and all else that
+    torch's dispatcher goes by, as a negative bit, modes of this thread and requires_grad.
+
+    None where that is not known to work. It is how dynamo knows the inputs of compiled code: one
+    call in C, where asking each tensor for each property takes five times as long. It is False
+    where one object comes twice.
+    """
+    make = _layout_guard()
+    return None if make is None else make(*tensors)
+
+
+@functools.cache
+def _layout_guard() -> Callable[..., Callable[..., bool]] | None:
+    """Makes dynamo's guards of tensors, after they were seen to tell tensors apart."""
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        def make(*tensors: torch.Tensor) -> Callable[..., bool]:
+            exact: dict[str, Any] = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+            check: Callable[..., bool] = TensorGuards(*tensors, **exact).check
+            return check
+
+        with torch.inference_mode(False), torch.device("cpu"):
+            x, other = torch.zeros(2, 3, 4), torch.zeros(2, 3, 4)
+            strange = (
+                *(x.half(), x[:1], x.mT.contiguous().mT, x[..., 0], torch._neg_view(x)),
+                *(x.to("meta"), x.clone().requires_grad_(), torch.nn.Parameter(x), None),
+            )
+            check = make(x, other)
+            works = check(x, other) and check(other, x)
+            works &= not any(check(x, y) or check(y, x) for y in strange)
+    except Exception:  # private: whatever it has become, there is another way
+        return None
+    return make if works else None
+
+
+@functools.cache
+def quick_empty(device_type: str) -> Callable[[tuple[int, ...], tuple[int, ...], Any], Any]:
+    """(shape, strides, dtype): torch.empty_strided on the current device of this type.
+
+    Where it is known to work, by what compiled code of inductor allocates with: past the dispatcher
+    and its reading of arguments, in half the time. For where nobody looks.
+    """
+    shape, strides = (2, 3), (3, 1)
+    try:
+        import torch._C._dynamo.guards as allocators
+
+        quick: Callable[..., torch.Tensor] = getattr(allocators, f"_empty_strided_{device_type}")
+        x = quick(shape, strides, torch.bfloat16)
+        found = (x.shape, x.stride(), x.dtype, x.device.type)
+        if type(x) is torch.Tensor and found == (shape, strides, torch.bfloat16, device_type):
+            return quick
+    except Exception:  # private: whatever it has become, there is another way
+        pass
+    return lambda shape, strides, dtype: torch.empty_strided(
+        shape, strides, dtype=dtype, device=device_type
+    )
+
+
+def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """function.apply without its look at torch.func's transforms, for after `runs_plainly`."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+"""Of builds with CUDA."""
 
 
 def launch_stream(index: int | None) -> int | None:
@@ -58,9 +140,9 @@ def launch_stream(index: int | None) -> int | None:
     """
     if index is None:
         return 0
-    if torch._C._cuda_getDevice() != index or torch._C._cuda_isCurrentStreamCapturing():
+    if _current_device() != index or _is_capturing():  # type: ignore[misc]
         return None
-    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    stream: int = _raw_stream(index)  # type: ignore[misc]
     return stream
 
 
@@ -129,27 +211,28 @@ def c_launcher(compiled: Any, grid: Sequence[int]) -> CLauncher | None:
     forms = getattr(compiled.metadata, "tensordesc_meta", None) or [None] * num_descriptors
     if len(forms) != num_descriptors:
         return None
-    options = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+    cooperative, pdl = launcher.launch_cooperative_grid, launcher.launch_pdl
     handle, metadata = compiled.function, compiled.packed_metadata
     x, y, z = grid
     run: Callable[[int, list[Any]], None]
+    # fmt: off
     if version == ("3", "6"):
-
         def run(stream: int, arguments: list[Any]) -> None:
             function(
-                *(x, y, z, stream, handle, *options, None, None, metadata, None, None, None),
+                x, y, z, stream, handle, cooperative, pdl, None, None, metadata, None, None, None,
                 *arguments,
             )
 
     else:
-        signature = (launcher.arg_annotations, launcher.kernel_signature)
+        annotations, signature = launcher.arg_annotations, launcher.kernel_signature
 
         def run(stream: int, arguments: list[Any]) -> None:
             function(
-                *(x, y, z, stream, handle, *options, metadata, None, None, None, None, None),
-                *signature,
-                arguments,
+                x, y, z, stream, handle, cooperative, pdl, metadata, None, None, None, None, None,
+                annotations, signature, arguments,
             )
+
+    # fmt: on
 
     return CLauncher(run, driver.make_tensordesc_arg, forms)
 
@@ -165,10 +248,11 @@ def has_launch_hooks() -> bool:
     """Whether a profiler asked Triton to be told of launches."""
     runtime = _triton_runtime()
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(
-        (enter is not None and getattr(enter, "calls", True))
-        or (leave is not None and getattr(leave, "calls", True))
-    )
+    try:
+        return bool(enter.calls or leave.calls)
+    except AttributeError:  # somebody set one to a function, or to None
+        hooks = [hook for hook in (enter, leave) if hook is not None]
+        return any(getattr(hook, "calls", True) for hook in hooks)
 
 
 def flat_group(mesh: Any) -> Any:

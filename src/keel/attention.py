@@ -11,7 +11,7 @@ import torch
 from keel import masks
 from keel._versions import constant_in_traces, runs_plainly
 from keel.checks import check_max_logits_out, check_qkv, check_scoring, check_sm_margin
-from keel.direct import DirectCall, call_key, known_call, remember
+from keel.direct import DirectCall, call_key, known_call, recognise, remember, repeated
 from keel.masks import AttnMask
 from keel.masks.inputs import mask_of_tensors, remembered, tensors_of_mask
 from keel.masks.intervals import UNBOUNDED
@@ -81,10 +81,12 @@ def flex_flash_attn_func(
     else:
         check_qkv(q, k, v)
         mask = _mask_tensors(q_ranges, k_ranges, attn_type_map, q.shape[0], k.shape[0])
-    return _attend(
-        *(q, k, v, mask, softmax_scale, softcap, sink, bias, alibi_slopes, None),
-        *(return_max_logits, max_logits_out, deterministic, sm_margin, backend),
+    # fmt: off
+    return _attend(  # no stars here: they would take longer than the call
+        q, k, v, mask, softmax_scale, softcap, sink, bias, alibi_slopes, None,
+        return_max_logits, max_logits_out, deterministic, sm_margin, backend,
     )
+    # fmt: on
 
 
 def flash_attn_func(
@@ -127,7 +129,7 @@ def flash_attn_func(
     check_qkv(*tokens)
     _refuse(dropout_p, softcap, alibi_slopes)
     window = _window(causal, window_size)
-    mask = _batch_tensors(batch, sq, sk, window)
+    mask = _batch_mask(batch, sq, sk, window)
     offset = None
     if alibi_slopes is not None:
         sample = torch.arange(batch, device=q.device, dtype=torch.int32)
@@ -181,7 +183,7 @@ def flash_attn_varlen_func(
         raise ValueError("block_table (paged keys) serves inference and is not supported")
     window = _window(causal, window_size)
     tq, tk = q.shape[0], k.shape[0]
-    mask = _document_tensors(cu_seqlens_q, cu_seqlens_k, window, tq, tk)
+    mask = _documents_mask(cu_seqlens_q, cu_seqlens_k, window, tq, tk)
     offset = None
     if alibi_slopes is not None and len(cu_seqlens_q) > 1:
         row = torch.arange(tq, device=q.device, dtype=cu_seqlens_q.dtype)
@@ -218,18 +220,27 @@ def _attend(
     """
     # what keys and kernels see is what counts, not the object that came
     return_max_logits, deterministic = bool(return_max_logits), bool(deterministic)
-    sink, alibi_slopes, alibi_offset = map(in_a_row, (sink, alibi_slopes, alibi_offset))
-    others = (sink, bias, alibi_slopes, alibi_offset, max_logits_out)
-    plain = runs_plainly(q, k, v, *[x for x in others if x is not None])
+    numbers = (softmax_scale, softcap, return_max_logits, deterministic)
+    options = (*numbers, backend, sm_margin, type(sm_margin))
+    alone = sink is bias is alibi_slopes is alibi_offset is max_logits_out is None
+    if alone and isinstance(mask, AttnMask):
+        results = repeated(q, k, v, mask, options)
+        if results is not None:
+            out, lse, max_logits = results
+            return out, AttnForwardMeta(lse, max_logits)
+    others = (in_a_row(sink), bias, in_a_row(alibi_slopes), in_a_row(alibi_offset))
+    tensors = (*others, max_logits_out)
+    plain = runs_plainly(q, k, v, *[x for x in tensors if x is not None])
     key = None
     if plain:
         if not isinstance(mask, AttnMask):
             mask = mask_of_tensors(mask, q.shape[0], k.shape[0])
-        options = (softmax_scale, softcap, return_max_logits, deterministic, backend)
-        key = call_key(q, k, v, mask, others, (*options, sm_margin, type(sm_margin)))
+        key = call_key(q, k, v, mask, tensors, options)
         call = known_call(key)
         if call is not None:
-            out, lse, max_logits = call(q, k, v, *others)
+            if alone:
+                recognise(q, k, v, mask, options, call)
+            out, lse, max_logits = call(q, k, v, *others, running=max_logits_out)
             return out, AttnForwardMeta(lse, max_logits)
     check_qkv(q, k, v)
     if isinstance(mask, AttnMask):
@@ -237,10 +248,10 @@ def _attend(
     scoring = Scoring(
         scale=q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale),
         softcap=float(softcap),
-        sink=sink,
+        sink=others[0],
         bias=bias,
-        alibi_slopes=alibi_slopes,
-        alibi_offset=alibi_offset,
+        alibi_slopes=others[2],
+        alibi_offset=others[3],
     )
     check_scoring(scoring, q, k.shape[0])
     check_sm_margin(sm_margin, q.device)
@@ -259,7 +270,7 @@ def _attend(
             sm_margin=sm_margin,
             backend=settled_backend(chosen, q, k, v, scoring),
         )
-        out, lse, max_logits = call(q, k, v, *others)
+        out, lse, max_logits = call(q, k, v, *others, running=max_logits_out)
         is_simple = isinstance(softmax_scale, (float, int, NoneType)) and isinstance(
             softcap, (float, int)
         )  # a tensor would be known by its identity, whatever becomes of its value
@@ -338,12 +349,14 @@ def _full_types(q_ranges: torch.Tensor) -> torch.Tensor:
     return _no_types[count]
 
 
-def _batch_tensors(batch: int, sq: int, sk: int, window: tuple[int, int]) -> list[torch.Tensor]:
+def _batch_mask(
+    batch: int, sq: int, sk: int, window: tuple[int, int]
+) -> AttnMask | list[torch.Tensor]:
     """A batch of equal samples, one after the other."""
     if torch.compiler.is_compiling():  # sizes may be symbolic
         sample = torch.arange(batch + 1, device="cpu")
         return [traced_documents(sample * sq, sample * sk, window)]
-    return tensors_of_mask(_batch_documents(batch, sq, sk, window))
+    return _batch_documents(batch, sq, sk, window)
 
 
 @functools.lru_cache(maxsize=64)
@@ -352,22 +365,21 @@ def _batch_documents(batch: int, sq: int, sk: int, window: tuple[int, int]) -> A
     return masks.documents(bounds_q, bounds_k, window=window)
 
 
-def _document_tensors(
+def _documents_mask(
     cu_q: torch.Tensor,
     cu_k: torch.Tensor,
     window: tuple[int, int],
     tq: int,
     tk: int,
-) -> list[torch.Tensor]:
-    """Documents as operator inputs."""
+) -> AttnMask | list[torch.Tensor]:
+    """Documents; in a trace as operator inputs."""
     if torch.compiler.is_compiling():
         return [traced_documents(cu_q, cu_k, window)]
-    mask = remembered(
+    return remembered(
         (cu_q, cu_k),
         ("documents", window, tq, tk),
         lambda: masks.documents(cu_q, cu_k, window=window, tq=tq, tk=tk),
     )
-    return tensors_of_mask(mask)
 
 
 def traced_documents(

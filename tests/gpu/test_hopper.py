@@ -86,7 +86,7 @@ def test_many_tiles(mask):
 @pytest.fixture
 def three_consumers(monkeypatch):
     """Tiles of 192 rows for head dims up to 64."""
-    monkeypatch.setattr(direct, "_known", {})
+    monkeypatch.setattr(direct, "_known", direct.KnownCalls())
     monkeypatch.setattr(launch, "_recipes", {})
     monkeypatch.setattr(hopper_tiles, "three_are_faster", lambda *_: True)
     monkeypatch.setattr(hopper_tiles, "are_few", lambda *_: False)
@@ -130,7 +130,7 @@ def test_options_of_forms(option, d, monkeypatch):
     """What is taken where it pays can be left out, too."""
     choose = hopper_launch.choose_form
     without = {option: False} | ({"skips": False} if option == "halves" else {})
-    monkeypatch.setattr(direct, "_known", {})
+    monkeypatch.setattr(direct, "_known", direct.KnownCalls())
     monkeypatch.setattr(launch, "_recipes", {})
     monkeypatch.setattr(hopper_launch, "choose_form", lambda *a, **b: choose(*a, **b, **without))
     rng = random.Random(7)

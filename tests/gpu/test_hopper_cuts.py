@@ -43,7 +43,7 @@ def cut_calls(monkeypatch):
     def counts(records, *_, **__):
         return [1 + (5 * n + len(records.tiles)) % 8 for n in range(len(records.tiles))], 1.0
 
-    monkeypatch.setattr(direct, "_known", {})
+    monkeypatch.setattr(direct, "_known", direct.KnownCalls())
     monkeypatch.setattr(launch, "_recipes", {})
     monkeypatch.setattr(hopper_launch, "between_parts", noted)
     monkeypatch.setattr(tile_parts, "choose_cuts", counts)

@@ -44,7 +44,7 @@ VARIANTS = [  # (d, dv), dtype, sink, softcap, group: each is compiled once, the
 
 @pytest.fixture
 def nothing_known(monkeypatch):
-    monkeypatch.setattr(direct, "_known", {})
+    monkeypatch.setattr(direct, "_known", direct.KnownCalls())
     monkeypatch.setattr(launch, "_recipes", {})
     hopper_tiles.few_tiles.cache_clear()
     yield

@@ -14,7 +14,7 @@ NUM_ROWS = 32
 ALIGNMENT = 32
 """Numbers: a row begins at 128 bytes, where atomics of two rows do not meet."""
 
-_ready: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+_ready: dict[tuple[int, torch.device, int], list[torch.Tensor]] = {}
 """By heads, device and stream: a fill is seen by what follows it on its stream."""
 
 _in_capture: dict[tuple[int, int, int], tuple[int, list[torch.Tensor]]] = {}
@@ -29,7 +29,7 @@ def fresh_maxima(num_heads: int, device: torch.device, stream: int | None) -> to
     """
     if stream is None:
         return _of_capture(num_heads, device)
-    key = (num_heads, -1 if device.index is None else device.index, stream)
+    key = (num_heads, device, stream)
     try:
         return _ready[key].pop()
     except (KeyError, IndexError):
@@ -53,7 +53,11 @@ def _of_capture(num_heads: int, device: torch.device) -> torch.Tensor:
 
 
 def _filled(num_heads: int, device: torch.device) -> list[torch.Tensor]:
-    width = -(-num_heads // ALIGNMENT) * ALIGNMENT
+    gap = -num_heads % ALIGNMENT
+    sizes = [num_heads, gap] if gap else [num_heads]
     with torch.inference_mode(False), torch.no_grad():  # evaluation and training share them
-        block = torch.full((NUM_ROWS, width), -torch.inf, dtype=torch.float32, device=device)
-        return [row.data for row in block[:, :num_heads].unbind()]
+        room = (NUM_ROWS * sum(sizes),)
+        block = torch.full(room, -torch.inf, dtype=torch.float32, device=device)
+        # "unsafe": pieces are no views, and know nothing of each other's versions
+        pieces = block.unsafe_split_with_sizes(sizes * NUM_ROWS)
+        return list(pieces[:: len(sizes)])

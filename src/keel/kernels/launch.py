@@ -27,6 +27,8 @@ logger = logging.getLogger("keel")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 Tensors = dict[str, torch.Tensor | None]
+Addresses = dict[str, Any]
+"""data_ptr() of tensors, by the names of kernel arguments; None for one that is not there."""
 
 MAX_RECIPES = 256
 """Recipes keep tile plans alive on the device; the oldest go first."""
@@ -127,16 +129,25 @@ class Recipe:
 
         `tensors` may hold more than the kernel takes.
         """
+        addresses = {name: x.data_ptr() for name, x in tensors.items() if x is not None}
+        if not self.run_at(stream, addresses) and self.prepared is not None:
+            self._run(tensors)
+
+    def run_at(self, stream: int, addresses: Addresses) -> bool:
+        """As `run_on`, for a caller that has all addresses at hand; False where they are not enough
+        and nothing was launched.
+
+        `addresses` may hold more than the kernel takes.
+        """
         straight = self.straight
         if straight is None or has_launch_hooks():
-            if self.prepared is not None:
-                self._run(tensors)
-            return
+            return False
         arguments = straight.template.copy()
         for place, name, maps in straight.places:
-            address = tensors[name].data_ptr()  # type: ignore[union-attr]
+            address = addresses[name]
             arguments[place] = address if maps is None else maps[address]
         straight.run(stream, arguments)
+        return True
 
     def _run(self, tensors: Tensors) -> None:
         """Through Triton's Python; the first time through its compiler."""

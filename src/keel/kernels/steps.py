@@ -55,9 +55,8 @@ class Steps:
         }
         for name, (shape, dtype) in self.room.items():
             tensors[name] = empty(shape, dtype=dtype, device=device)
+        addresses = {name: x.data_ptr() for name, x in tensors.items() if x is not None}
         for recipe in self.recipes:
-            if stream is None:
+            if stream is None or not recipe.run_at(stream, addresses):
                 recipe.run(tensors)
-            else:
-                recipe.run_on(stream, tensors)
         return dq, dk, dv
