@@ -76,7 +76,14 @@ MORE: list[tuple[AnyForm, str]] = [
     (QueryForm(128, 256, 64, 128), "bf16"),
     (QueryForm(64, 256, 64, 40), "bf16"),
 ]
-ROWS = {"LSE2", "DELTA"}
+ROWS = {"LSE2", "DELTA", "SLOPES", "DBIAS"}
+OPTIONAL = {
+    "has_bias": {"BIAS", "stride_bh", "stride_bi"},
+    "has_alibi": {"SLOPES"},
+    "has_offset": {"OFFSET"},
+    "want_dbias": {"DBIAS", "stride_dbh", "stride_dbi"},
+}
+"""Arguments that only forms with these flags have."""
 
 
 def signature(kernel: Any, form: AnyForm, dtype: str) -> tuple[dict[str, str], dict, dict]:
@@ -93,6 +100,11 @@ def signature(kernel: Any, form: AnyForm, dtype: str) -> tuple[dict[str, str], d
         boxes |= outs
     else:
         absent |= outs.keys()
+    for flag, names in OPTIONAL.items():
+        if not getattr(form, flag, False):
+            absent |= names
+    if not (form.has_bias or form.has_alibi):
+        absent.add("tk")
     element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
     types: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
@@ -109,12 +121,14 @@ def signature(kernel: Any, form: AnyForm, dtype: str) -> tuple[dict[str, str], d
             types[name] = f"tensordesc<fp32[64, 1, 64],{layout!r}>"
         elif name in ROWS:
             types[name] = "*fp32"
+        elif name == "BIAS":
+            types[name] = f"*{dtype}"
         elif name.isupper():
             out = f"*{dtype}" if form.staged or isinstance(form, WideForm) else "*fp32"
             types[name] = out if name.endswith("_OUT") else "*i32"
         else:
             types[name] = "fp32" if name in ("scale", "softcap") else "i32"
-        if types[name].startswith("*") or name.startswith("stride"):
+        if types[name].startswith("*"):
             aligned[(index,)] = [["tt.divisibility", 16]]
     return types, constants, aligned
 

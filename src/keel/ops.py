@@ -387,19 +387,21 @@ def gradients(
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     q, scoring, factor = _positive_scale(q, scoring)
     deterministic |= torch.are_deterministic_algorithms_enabled()
-    by_hopper = _by_hopper(dout, q, k, v, scoring, backend)
-    dq32 = None
+    by_hopper = _by_hopper(dout, q, k, v, scoring, want_dbias, backend)
+    dq32, dbias = None, None
+    if want_dbias:
+        assert bias is not None
+        dbias = torch.zeros(bias.shape, dtype=torch.float32, device=q.device)
     if by_hopper:
         from keel.kernels import hopper_bwd_launch
 
-        deterministic = hopper_bwd_launch.dq_apart(
+        apart = hopper_bwd_launch.dq_apart(
             attn_mask, q, v, k.shape[1], scoring, deterministic=deterministic, sm_margin=sm_margin
         )
-        if not deterministic:
+        if not apart:
             dq32 = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     lse2, delta = flash_bwd.row_terms(out, dout, lse, dlse, dq32=dq32, steps=steps)
     given = (dout, q, k, v, lse2, delta, attn_mask, scoring)
-    dbias = None
     if by_hopper:
         hopper_bwd_launch.backward(
             *given,
@@ -407,14 +409,13 @@ def gradients(
             dk=dk,
             dv=dv,
             dq32=dq32,
+            dbias=dbias,
+            apart=apart,
             deterministic=deterministic,
             sm_margin=sm_margin,
             steps=steps,
         )
     else:
-        if want_dbias:
-            assert bias is not None
-            dbias = torch.zeros(bias.shape, dtype=torch.float32, device=q.device)
         flash_bwd.backward(
             *given,
             dq=dq,
@@ -443,6 +444,7 @@ def _by_hopper(
     k: torch.Tensor,
     v: torch.Tensor,
     scoring: Scoring,
+    want_dbias: bool,
     backend: str,
 ) -> bool:
     """Whether the Hopper backward is wanted and can serve; else the portable one does."""
@@ -450,7 +452,7 @@ def _by_hopper(
         return False
     from keel.kernels import hopper_bwd_launch
 
-    return hopper_bwd_launch.backward_problem(dout, q, k, v, scoring) is None
+    return hopper_bwd_launch.backward_problem(dout, q, k, v, scoring, want_dbias) is None
 
 
 torch.library.impl("keel::attn_bwd", "CompositeExplicitAutograd", attn_bwd)

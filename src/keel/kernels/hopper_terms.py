@@ -1,0 +1,167 @@
+"""What the Hopper backward adds to scores: bias and ALiBi (Gluon, sm_90).
+
+    score = scale · q·k + bias - slope · |position of the row - key|
+
+Consumers read the bias where it lies, while the tensor cores make the products: blocks begin at any
+row and key, so TMA cannot bring it. Its keys lie side by side; strides of rows and heads are what
+they are, 0 where it is broadcast. Nothing behind the end is read. Addresses have 64 bits: there are
+tq · tk numbers for each head.
+
+Distances are differences of floats, each counted from a key nearby: exact like those of integers,
+where a conversion for each pair would take longer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from keel.kernels.hopper_common import PART, hidden_zero
+
+# fmt: off
+
+
+class Terms(NamedTuple):
+    """Pointers and numbers; None where a form does not have them."""
+
+    BIAS: Any
+    SLOPES: Any
+    OFFSET: Any
+    tk: Any
+    stride_bh: Any
+    stride_bi: Any
+
+
+TERM_NUMBERS = ["tk", "stride_bh", "stride_bi"]
+"""They differ from call to call."""
+
+
+class Spot(NamedTuple):
+    """Rows of a consumer of queries."""
+
+    rows: Any
+    row_end: Any
+    """Of the tile: rows from there on are not its own."""
+    head: Any
+    position: Any
+    """The key at which ALiBi has each row."""
+    slope: Any
+
+
+@gluon.jit
+def slope_of(terms, form: gl.constexpr, head):
+    """Of a head's ALiBi."""
+    if form.HAS_ALIBI:
+        return gl.load(terms.SLOPES + head).to(gl.float32)
+    else:
+        return 0.0
+
+
+@gluon.jit
+def bias_by_keys(terms, form: gl.constexpr, tq, head, key, row, MASKED: gl.constexpr,
+                 layout: gl.constexpr):
+    """The bias of 64 keys and a block of rows, as it is, where scores are transposed.
+
+    Blocks that are not masked have all their rows.
+    """
+    keys = key + gl.arange(0, PART, gl.SliceLayout(1, layout))
+    keys = gl.minimum(keys, terms.tk - 1)  # short tiles do not have all of them
+    rows = row + gl.arange(0, form.BM, gl.SliceLayout(0, layout))
+    column = head.to(gl.int64) * terms.stride_bh + keys
+    line = rows.to(gl.int64) * (terms.stride_bi + hidden_zero())
+    place = (terms.BIAS + column)[:, None] + line[None, :]
+    if MASKED:
+        return gl.load(place, mask=(rows < tq)[None, :], other=0.0)
+    else:
+        return gl.load(place)
+
+
+@gluon.jit
+def with_bias(s, scale, bias):
+    """Scaled scores and their bias."""
+    return s * scale + bias.to(gl.float32)
+
+
+@gluon.jit
+def with_alibi_by_keys(s, numbers, terms, ring, form: gl.constexpr, stage, half: gl.constexpr, key,
+                       row, slope):
+    """Scaled scores (keys, rows of a half) and their ALiBi; row: the first of the block."""
+    layout: gl.constexpr = s.type.layout
+    rows_l: gl.constexpr = gl.SliceLayout(0, layout)
+    rows = gl.arange(0, PART, rows_l) + (row + half * PART - key)
+    if form.HAS_OFFSET:
+        rows += ring.offset.index(stage).slice(half * PART, PART).load(rows_l)
+    else:
+        rows += terms.tk - numbers.tq
+    keys = gl.arange(0, PART, gl.SliceLayout(1, layout)).to(gl.float32)
+    return s * numbers.scale - slope * gl.abs(rows.to(gl.float32)[None, :] - keys[:, None])
+
+
+@gluon.jit
+def spot_of(terms, tq, form: gl.constexpr, head, rows, row_end):
+    position = 0
+    if form.HAS_OFFSET:
+        position = rows + gl.load(terms.OFFSET + rows, mask=rows < tq, other=0)
+    elif form.HAS_ALIBI:
+        position = rows + (terms.tk - tq)
+    return Spot(rows, row_end, head, position, slope_of(terms, form, head))
+
+
+@gluon.jit
+def places(POINTER, head, rows, key, stride_h, stride_i, COLUMNS: gl.constexpr,
+           layout: gl.constexpr):
+    """(rows, keys) of pointers, made anew for each block: registers are scarce."""
+    line = head.to(gl.int64) * stride_h + rows.to(gl.int64) * (stride_i + hidden_zero()) + key
+    return (POINTER + line)[:, None] + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def bias_by_rows(terms, tq, form: gl.constexpr, spot, key, MASKED: gl.constexpr,
+                 layout: gl.constexpr):
+    """The bias of 64 rows and a block of keys, as it is.
+
+    Rows may be another tile's, or there may be none; blocks that are not masked have all their
+    keys.
+    """
+    rows = gl.minimum(spot.rows, tq - 1)
+    place = places(terms.BIAS, spot.head, rows, key, terms.stride_bh, terms.stride_bi,
+                   form.BN, layout)
+    if MASKED:
+        keys = key + gl.arange(0, form.BN, gl.SliceLayout(0, layout))
+        return gl.load(place, mask=(keys < terms.tk)[None, :], other=0.0)
+    else:
+        return gl.load(place)
+
+
+@gluon.jit
+def with_alibi_by_rows(s, scale, spot, key):
+    """Scaled scores (rows, keys) and their ALiBi."""
+    layout: gl.constexpr = s.type.layout
+    rows = (spot.position - key).to(gl.float32)
+    keys = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)).to(gl.float32)
+    return s * scale - spot.slope * gl.abs(rows[:, None] - keys[None, :])
+
+
+@gluon.jit
+def add_to_dbias(inputs, numbers, form: gl.constexpr, ds, spot, key, lo, hi, MASKED: gl.constexpr):
+    """ds (rows, keys) of a block: of pairs that are seen, and rows that are the tile's own.
+
+    A block that several row sets see comes once for each, with other pairs every time.
+    """
+    layout: gl.constexpr = ds.type.layout
+    place = places(inputs.DBIAS, spot.head, spot.rows, key, numbers.stride_dbh, numbers.stride_dbi,
+                   form.BN, layout)
+    if MASKED:
+        keys = key + gl.arange(0, form.BN, gl.SliceLayout(0, layout))
+        keep = (keys[None, :] >= lo[:, None]) & (keys[None, :] < hi[:, None])
+    else:
+        keep = (spot.rows < spot.row_end)[:, None]
+    if form.ADDS_DBIAS:
+        gl.atomic_add(place, ds, mask=keep, sem="relaxed")
+    else:
+        gl.store(place, ds, mask=keep)
+
+
+# fmt: on
