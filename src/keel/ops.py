@@ -387,7 +387,7 @@ def gradients(
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     q, scoring, factor = _positive_scale(q, scoring)
     deterministic |= torch.are_deterministic_algorithms_enabled()
-    by_hopper = _by_hopper(dout, q, k, v, scoring, want_dbias, backend)
+    by_hopper = _by_hopper(dout, q, k, v, scoring, backend)
     dq32, dbias = None, None
     if want_dbias:
         assert bias is not None
@@ -444,7 +444,6 @@ def _by_hopper(
     k: torch.Tensor,
     v: torch.Tensor,
     scoring: Scoring,
-    want_dbias: bool,
     backend: str,
 ) -> bool:
     """Whether the Hopper backward is wanted and can serve; else the portable one does."""
@@ -452,7 +451,7 @@ def _by_hopper(
         return False
     from keel.kernels import hopper_bwd_launch
 
-    return hopper_bwd_launch.backward_problem(dout, q, k, v, scoring, want_dbias) is None
+    return hopper_bwd_launch.backward_problem(dout, q, k, v, scoring) is None
 
 
 torch.library.impl("keel::attn_bwd", "CompositeExplicitAutograd", attn_bwd)

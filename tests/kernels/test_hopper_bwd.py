@@ -142,11 +142,7 @@ def leave_dbias(given: Any, dbias: Any, ds: Any, own: Any, head: int, rows: Any,
         return
     place = head * given["stride_dbh"] + rows[:, None] * given["stride_dbi"] + keys
     flat, place = dbias.view(-1), place[own]
-    if form.adds_dbias:
-        flat.index_add_(0, place, ds[own].float())
-    else:
-        assert (flat[place] == 0).all()  # written once
-        flat[place] = ds[own].float()
+    flat.index_add_(0, place, ds[own].float())
 
 
 def walk_queries(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
@@ -291,19 +287,18 @@ def test_gradients_of_the_records(
 
 @interpreted
 @pytest.mark.parametrize(
-    ("d", "dv", "term", "margin", "deterministic", "softcap"),
+    ("name", "d", "dv", "term", "margin", "deterministic", "softcap"),
     [  # sizes of the bias: h heads, q and k all of them
-        (64, 64, "hqk", 0, False, 0.0),
-        (128, 128, "1qk", 1, False, 1.5),
-        (128, 96, "h1k", 0, True, 0.0),
-        (64, 64, "11k", 0, True, 0.7),
-        (192, 128, "hqk", 0, True, 0.0),
-        (64, 64, "alibi", 0, False, 0.9),
-        (96, 96, "offset", 1, True, 0.0),
-        (256, 256, "offset", 0, False, 0.0),
+        ("two intervals", 64, 64, "hqk", 0, False, 0.0),
+        ("window", 128, 128, "1qk", 1, False, 1.5),
+        ("two intervals", 128, 96, "h1k", 0, True, 0.0),
+        ("tiny documents", 64, 64, "11k", 0, True, 0.7),
+        ("window", 192, 128, "hqk", 0, True, 2.0),
+        ("two intervals", 64, 64, "alibi", 0, False, 0.9),
+        ("window", 96, 96, "offset", 1, True, 0.0),
+        ("tiny documents", 256, 256, "offset", 0, False, 0.0),
     ],
 )
-@pytest.mark.parametrize("name", ["window", "two intervals"])
 def test_gradients_with_bias_and_alibi(
     name, d, dv, term, margin, deterministic, softcap, monkeypatch
 ):
@@ -417,34 +412,31 @@ SLOPES = torch.zeros(4)
 
 
 @pytest.mark.parametrize(
-    ("d", "score", "want_dbias", "problem"),
+    ("score", "problem"),
     [
-        (128, {"bias": FULL}, True, None),
-        (64, {"bias": FULL.half(), "softcap": 2.0}, True, None),
-        (128, {"bias": FULL[:1, :1], "softcap": 2.0}, True, None),
-        (128, {"bias": FULL[:1].expand(4, -1, -1)}, True, None),
-        (128, {"bias": FULL[:, :, :1]}, False, "there must be 9 keys"),
-        (128, {"bias": torch.zeros(4, 9, 7).transpose(1, 2)}, False, "the last stride must be 1"),
-        (128, {"bias": FULL.double()}, False, "a bias of torch.float64"),
-        (256, {"bias": FULL}, True, None),
-        (256, {"bias": FULL[:1]}, False, None),
-        (256, {"bias": FULL[:1]}, True, "broadcast bias are not supported above head dim 128"),
-        (256, {"bias": FULL, "softcap": 2.0}, False, "softcap together are not supported above"),
-        (128, {"bias": FULL, "alibi_slopes": SLOPES}, False, "bias and ALiBi together"),
-        (256, {"alibi_slopes": SLOPES, "softcap": 2.0}, False, None),
-        (64, {"alibi_slopes": SLOPES, "alibi_offset": OFFSET}, False, None),
-        (64, {"alibi_slopes": SLOPES, "alibi_offset": OFFSET.long()}, False, "must be int32"),
+        ({"bias": FULL}, None),
+        ({"bias": FULL.half(), "softcap": 2.0}, None),
+        ({"bias": FULL[:1, :1], "softcap": 2.0}, None),
+        ({"bias": FULL[:1].expand(4, -1, -1)}, None),
+        ({"bias": FULL[:, :, :1]}, "there must be 9 keys"),
+        ({"bias": torch.zeros(4, 9, 7).transpose(1, 2)}, "the last stride must be 1"),
+        ({"bias": FULL.double()}, "a bias of torch.float64"),
+        ({"bias": FULL, "alibi_slopes": SLOPES}, "bias and ALiBi together"),
+        ({"alibi_slopes": SLOPES, "softcap": 2.0}, None),
+        ({"alibi_slopes": SLOPES, "alibi_offset": OFFSET}, None),
+        ({"alibi_slopes": SLOPES, "alibi_offset": OFFSET.long()}, "must be int32"),
         (
-            *(64, {"alibi_slopes": SLOPES, "alibi_offset": OFFSET, "softcap": 2.0}, False),
+            {"alibi_slopes": SLOPES, "alibi_offset": OFFSET, "softcap": 2.0},
             "a softcap is not supported with an alibi_offset",
         ),
     ],
 )
-def test_which_bias_is_let_through(d, score, want_dbias, problem, monkeypatch):
+@pytest.mark.parametrize("d", [64, 256])
+def test_which_bias_is_let_through(d, score, problem, monkeypatch):
     monkeypatch.setattr(hopper_launch, "machine_problem", lambda device: None)
     q, k = (torch.empty(n, 4, d, dtype=torch.bfloat16, device="meta") for n in (7, 9))
     scoring = Scoring(scale=1.0, **score)
-    found = hopper_bwd_launch.backward_problem(q, q, k, k, scoring, want_dbias)
+    found = hopper_bwd_launch.backward_problem(q, q, k, k, scoring)
     assert (found is None) if problem is None else (problem in found)
     # the forward has none of it, whatever the backward can do
     assert hopper_launch.hopper_problem(q, k, k, scoring) == "bias and ALiBi are not supported"

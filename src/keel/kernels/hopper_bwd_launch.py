@@ -57,18 +57,13 @@ STILL_TOGETHER = 0.7
 
 
 def backward_problem(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scoring: Scoring,
-    want_dbias: bool = False,
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring
 ) -> str | None:
     """Why the Hopper backward cannot take these tensors; None if it can.
 
     It takes more than the forward, which knows no bias and no ALiBi.
     """
-    problem = tensor_problem(q, k, v) or term_problem(q, v, scoring, want_dbias)
+    problem = tensor_problem(q, k, v) or term_problem(scoring, k.shape[0])
     if problem is not None:
         return problem
     tile_keys, _ = tile_sizes(q.shape[2], v.shape[2])
@@ -81,12 +76,9 @@ def backward_problem(
     return None
 
 
-def term_problem(
-    q: torch.Tensor, v: torch.Tensor, scoring: Scoring, want_dbias: bool
-) -> str | None:
-    """Why the Hopper backward cannot take bias or ALiBi; mostly, registers would not hold more."""
+def term_problem(scoring: Scoring, tk: int) -> str | None:
+    """Why the Hopper backward cannot take bias or ALiBi: registers do not hold all of it."""
     bias, slopes, offset = scoring.bias, scoring.alibi_slopes, scoring.alibi_offset
-    (tq, hq, d), (tk, _, dim_v) = q.shape, v.shape
     if slopes is not None:
         if bias is not None:
             return "bias and ALiBi together are not supported"
@@ -103,11 +95,6 @@ def term_problem(
             f"bias of shape {tuple(bias.shape)} has strides {bias.stride()}: there must be {tk} "
             "keys, and the last stride must be 1"
         )
-    if max(d, dim_v) > NARROW:
-        if scoring.softcap:
-            return f"a bias and a softcap together are not supported above head dim {NARROW}"
-        if want_dbias and bias.shape != (hq, tq, tk):
-            return f"gradients of a broadcast bias are not supported above head dim {NARROW}"
     return None
 
 
@@ -215,9 +202,9 @@ def backward(
     dq is added up in fp32 in an order that differs from run to run, in dq32 (tq, hq, d), which is
     full of zeros; it is made here if it is not given. With `apart` (see `dq_apart`) or
     `deterministic`, and where there is no other way, dq has a kernel of its own instead, which
-    also makes dbias: zeros that nobody has added to yet, contiguous. dq, dk and dv are contiguous.
-    The scale is > 0. A sink needs nothing here: lse2 knows of it, and its own gradient follows from
-    lse and delta. The launches are added to `steps`.
+    also adds to dbias. All of these are contiguous. The scale is > 0. A sink needs nothing here:
+    lse2 knows of it, and its own gradient follows from lse and delta. The launches are added to
+    `steps`.
     """
     if 0 in (*q.shape[:2], k.shape[0]):  # nothing that a descriptor could describe
         for x in (dq, dk, dv):

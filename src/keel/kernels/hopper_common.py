@@ -204,8 +204,6 @@ class QueryForm(Constants):
     has_offset: bool = False
     """Rows of ALiBi stand at keys of their own."""
     want_dbias: bool = False
-    adds_dbias: bool = False
-    """The bias is broadcast: its gradient is added up by atomics."""
 
     @property
     def has_terms(self) -> bool:

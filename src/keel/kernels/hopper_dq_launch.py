@@ -39,8 +39,7 @@ def fill_dq(
 ) -> Recipe:
     """For tensors that TMA takes; dq is contiguous, lse2 and delta are (hq, tq).
 
-    dbias: zeros in the shape of the bias, contiguous; what is there is not kept if it is (hq, tq,
-    tk), and added to otherwise.
+    dbias, in the shape of the bias and contiguous, is added to.
     """
     from keel.kernels.hopper_bwd_dq import hopper_bwd_dq_kernel
 
@@ -117,7 +116,7 @@ def choose_query_form(
 ) -> QueryForm:
     """What is compiled for head dims and blocks of bn keys; out_matches: dq has q's dtype.
 
-    scores: has_softcap, want_dbias, adds_dbias and those of `term_flags`.
+    scores: has_softcap, want_dbias and those of `term_flags`.
     """
     from keel.kernels.hopper_common import QueryForm
 
@@ -165,7 +164,6 @@ def _prepare(
             persistent=sm_margin > 0,
             has_softcap=scoring.softcap > 0,
             want_dbias=dbias is not None,
-            adds_dbias=dbias is not None and dbias.shape != (hq, tq, tk),
             **flags,
         )
     num_tiles = len(records.tiles)

@@ -70,6 +70,7 @@ def bias_by_keys(terms, form: gl.constexpr, tq, head, key, row, MASKED: gl.const
     keys = gl.minimum(keys, terms.tk - 1)  # short tiles do not have all of them
     rows = row + gl.arange(0, form.BM, gl.SliceLayout(0, layout))
     column = head.to(gl.int64) * terms.stride_bh + keys
+    # made anew for each block: LLVM would keep multiples of the stride, and registers are scarce
     line = rows.to(gl.int64) * (terms.stride_bi + hidden_zero())
     place = (terms.BIAS + column)[:, None] + line[None, :]
     if MASKED:
@@ -110,14 +111,6 @@ def spot_of(terms, tq, form: gl.constexpr, head, rows, row_end):
 
 
 @gluon.jit
-def places(POINTER, head, rows, key, stride_h, stride_i, COLUMNS: gl.constexpr,
-           layout: gl.constexpr):
-    """(rows, keys) of pointers, made anew for each block: registers are scarce."""
-    line = head.to(gl.int64) * stride_h + rows.to(gl.int64) * (stride_i + hidden_zero()) + key
-    return (POINTER + line)[:, None] + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
-
-
-@gluon.jit
 def bias_by_rows(terms, tq, form: gl.constexpr, spot, key, MASKED: gl.constexpr,
                  layout: gl.constexpr):
     """The bias of 64 rows and a block of keys, as it is.
@@ -125,12 +118,13 @@ def bias_by_rows(terms, tq, form: gl.constexpr, spot, key, MASKED: gl.constexpr,
     Rows may be another tile's, or there may be none; blocks that are not masked have all their
     keys.
     """
-    rows = gl.minimum(spot.rows, tq - 1)
-    place = places(terms.BIAS, spot.head, rows, key, terms.stride_bh, terms.stride_bi,
-                   form.BN, layout)
+    rows = gl.minimum(spot.rows, tq - 1).to(gl.int64)
+    columns = gl.arange(0, form.BN, gl.SliceLayout(0, layout))
+    line = spot.head.to(gl.int64) * terms.stride_bh + key  # made anew each time, as above
+    line += rows * (terms.stride_bi + hidden_zero())
+    place = (terms.BIAS + line)[:, None] + columns[None, :]
     if MASKED:
-        keys = key + gl.arange(0, form.BN, gl.SliceLayout(0, layout))
-        return gl.load(place, mask=(keys < terms.tk)[None, :], other=0.0)
+        return gl.load(place, mask=(key + columns < terms.tk)[None, :], other=0.0)
     else:
         return gl.load(place)
 
@@ -148,20 +142,39 @@ def with_alibi_by_rows(s, scale, spot, key):
 def add_to_dbias(inputs, numbers, form: gl.constexpr, ds, spot, key, lo, hi, MASKED: gl.constexpr):
     """ds (rows, keys) of a block: of pairs that are seen, and rows that are the tile's own.
 
-    A block that several row sets see comes once for each, with other pairs every time.
+    A block that several row sets see comes once for each, with other pairs every time. So where the
+    bias is not broadcast, each number is added once, to zero, and the order of atomics is nothing.
+    Bounds are looked at with each number, as in `hopper_bwd.seen`: predicates would need registers.
     """
-    layout: gl.constexpr = ds.type.layout
-    place = places(inputs.DBIAS, spot.head, spot.rows, key, numbers.stride_dbh, numbers.stride_dbi,
-                   form.BN, layout)
+    COLUMNS: gl.constexpr = form.BN
+    t = ds.reshape([PART, COLUMNS // 8, 8])
+    L: gl.constexpr = t.type.layout
+    row_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, L))
+    octet = 8 * gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    inner = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :]
     if MASKED:
-        keys = key + gl.arange(0, form.BN, gl.SliceLayout(0, layout))
-        keep = (keys[None, :] >= lo[:, None]) & (keys[None, :] < hi[:, None])
+        low = lo - key
+        high = hi - key
     else:
-        keep = (spot.rows < spot.row_end)[:, None]
-    if form.ADDS_DBIAS:
-        gl.atomic_add(place, ds, mask=keep, sem="relaxed")
-    else:
-        gl.store(place, ds, mask=keep)
+        low = gl.zeros_like(spot.rows)
+        high = gl.where(spot.rows < spot.row_end, COLUMNS, 0)
+    low = gl.convert_layout(low, row_l)[:, None] - inner
+    high = gl.convert_layout(high, row_l)[:, None] - inner
+    rows = gl.convert_layout(spot.rows, row_l).to(gl.int64)
+    line = spot.head.to(gl.int64) * numbers.stride_dbh + key
+    line += rows * (numbers.stride_dbi + hidden_zero())
+    place = (inputs.DBIAS + line)[:, None] + inner
+    place = place[:, None, :] + octet
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred inside;
+        setp.ge.s32 inside, $3, $4;
+        setp.lt.and.s32 inside, $3, $5, inside;
+        @inside red.relaxed.gpu.global.add.f32 [$1], $2;
+        mov.u32 $0, 0;
+        }""", "=r,l,f,r,r,r", [place.to(gl.int64, bitcast=True), t, octet, low[:, None, :],
+                                high[:, None, :]],
+        dtype=gl.int32, is_pure=False, pack=1)
 
 
 # fmt: on
