@@ -104,6 +104,7 @@ MORE: list[tuple[AnyForm, str]] = [
             (False, True, False, True, "bf16"),
             (False, True, True, False, "bf16"),
         )
+        if not (bias and softcap and form.args[0] > 128)
         for persistent in (False, True)
         for more in (
             {"has_softcap": softcap, "persistent": persistent}

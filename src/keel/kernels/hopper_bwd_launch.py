@@ -63,7 +63,9 @@ def backward_problem(
 
     It takes more than the forward, which knows no bias and no ALiBi.
     """
-    problem = tensor_problem(q, k, v) or term_problem(scoring, k.shape[0])
+    problem = tensor_problem(q, k, v) or term_problem(
+        scoring, k.shape[0], max(q.shape[2], v.shape[2])
+    )
     if problem is not None:
         return problem
     tile_keys, _ = tile_sizes(q.shape[2], v.shape[2])
@@ -76,8 +78,11 @@ def backward_problem(
     return None
 
 
-def term_problem(scoring: Scoring, tk: int) -> str | None:
-    """Why the Hopper backward cannot take bias or ALiBi: registers do not hold all of it."""
+def term_problem(scoring: Scoring, tk: int, widest: int) -> str | None:
+    """Why the Hopper backward cannot take bias or ALiBi: registers do not hold all of it.
+
+    widest: the larger head dim.
+    """
     bias, slopes, offset = scoring.bias, scoring.alibi_slopes, scoring.alibi_offset
     if slopes is not None:
         if bias is not None:
@@ -95,6 +100,8 @@ def term_problem(scoring: Scoring, tk: int) -> str | None:
             f"bias of shape {tuple(bias.shape)} has strides {bias.stride()}: there must be {tk} "
             "keys, and the last stride must be 1"
         )
+    if scoring.softcap and widest > NARROW:
+        return f"a bias with a softcap is not supported above head dim {NARROW}"
     return None
 
 
