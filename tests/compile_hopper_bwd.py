@@ -104,7 +104,6 @@ MORE: list[tuple[AnyForm, str]] = [
             (False, True, False, True, "bf16"),
             (False, True, True, False, "bf16"),
         )
-        if not (bias and softcap and form.args[0] > 128)
         for persistent in (False, True)
         for more in (
             {"has_softcap": softcap, "persistent": persistent}
@@ -158,7 +157,8 @@ def signature(kernel: Any, form: AnyForm, dtype: str) -> tuple[dict[str, str], d
         elif name in ROWS:
             types[name] = "*fp32"
         elif name == "BIAS":
-            types[name] = "*fp32" if dtype == "fp16" else "*bf16"  # of any dtype
+            largest = max(getattr(form, n, 0) for n in ("columns", "dk_columns"))
+            types[name] = "*fp32" if dtype == "fp16" and largest <= 192 else f"*{dtype}"
         elif name.isupper():
             out = f"*{dtype}" if form.staged or isinstance(form, WideForm) else "*fp32"
             types[name] = out if name.endswith("_OUT") else "*i32"

@@ -40,9 +40,9 @@ VARIANTS = [  # d, dv, dtype, softcap, what is added: sizes of a bias (h, q, k: 
     (128, 128, FP16, 1.5, "alibi"),
     (40, 40, BF16, 0.7, "alibi"),
     (256, 256, BF16, 0.0, "hqk"),
-    (256, 256, BF16, 0.0, "1qk"),
+    (256, 256, BF16, 1.5, "1qk"),
     (192, 128, BF16, 0.0, "h1k"),
-    (96, 200, FP16, 0.0, "hqk"),
+    (96, 200, FP16, 0.9, "hqk"),
     (256, 256, FP16, 0.0, "alibi"),
     (192, 128, BF16, 1.5, "alibi"),
 ]
@@ -202,6 +202,8 @@ def test_layouts_of_a_bias(layout, d, dv):
         )
     elif layout == "expanded":
         plain, other = plain[:1, :1], plain[:1, :1].clone().expand(hq, tq, tk)
+    elif d > 192:
+        pytest.skip("a bias in fp32 is the portable backward's there")
     else:
         other = plain.float()
     if layout in ("cut", "far heads", "far rows"):
@@ -223,7 +225,7 @@ def test_pairs_that_a_bias_takes_out(d, dv):
     made = Case(
         mask=masks.causal(tokens), hq=hq, hk=2, d=d, dv=dv, dtype=BF16, device="cuda"
     ).tensors()  # fmt: skip
-    bias = torch.zeros(hq, tokens, tokens, device="cuda")
+    bias = torch.zeros(hq, tokens, tokens, device="cuda", dtype=BF16)
     bias[:, :, 100:150] = -torch.inf
     bias[:, 30] = -torch.inf
     bias.requires_grad_()
@@ -250,6 +252,5 @@ def test_the_portable_backward_serves_the_rest(monkeypatch):
     mask = masks.causal(200)
     options = {"mask": mask, "hq": 4, "hk": 2, "dtype": BF16, "device": "cuda"}
     assert_right(Case(d=128, alibi=True, bias_shape=(4, 200, 200), **options), backend="auto")
-    assert_right(Case(d=256, bias_shape=(4, 200, 200), softcap=2.0, **options), backend="auto")
     assert_right(Case(d=64, bias_shape=(4, 200, 1), **options), backend="auto")
     assert_right(Case(d=64, alibi=True, **options), backend="triton")

@@ -294,7 +294,7 @@ def test_gradients_of_the_records(
         ("window", 128, 128, "1qk", 1, False, 1.5),
         ("two intervals", 128, 96, "h1k", 0, True, 0.0),
         ("tiny documents", 64, 64, "11k", 0, True, 0.7),
-        ("window", 192, 128, "hqk", 0, True, 0.0),
+        ("window", 192, 128, "hqk", 0, True, 2.0),
         ("two intervals", 64, 64, "alibi", 0, False, 0.9),
         ("window", 96, 96, "offset", 1, True, 0.0),
         ("tiny documents", 256, 256, "offset", 0, False, 0.0),
@@ -410,16 +410,16 @@ def test_what_is_let_through(d, dv, softcap, tokens, problem, monkeypatch):
 
 FULL, OFFSET = torch.zeros(4, 7, 9), torch.zeros(7, dtype=torch.int32)
 SLOPES = torch.zeros(4)
-WIDE_AND_CAPPED = "a bias with a softcap is not supported above head dim 128"
+FP32_AND_LARGE = "a bias in fp32 is not supported above head dim 192"
 
 
 @pytest.mark.parametrize(
     ("score", "problem"),
     [
-        ({"bias": FULL}, None),
         ({"bias": FULL.half()}, None),
-        ({"bias": FULL[:1, :1]}, None),
-        ({"bias": FULL[:1].expand(4, -1, -1)}, None),
+        ({"bias": FULL.bfloat16(), "softcap": 2.0}, None),
+        ({"bias": FULL[:1, :1].half(), "softcap": 2.0}, None),
+        ({"bias": FULL[:1].half().expand(4, -1, -1)}, None),
         ({"bias": FULL[:, :, :1]}, "there must be 9 keys"),
         ({"bias": torch.zeros(4, 9, 7).transpose(1, 2)}, "the last stride must be 1"),
         ({"bias": FULL.double()}, "a bias of torch.float64"),
@@ -433,7 +433,7 @@ WIDE_AND_CAPPED = "a bias with a softcap is not supported above head dim 128"
         ),
     ],
 )
-@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("d", [64, 192, 256])
 def test_which_bias_is_let_through(d, score, problem, monkeypatch):
     monkeypatch.setattr(hopper_launch, "machine_problem", lambda device: None)
     q, k = (torch.empty(n, 4, d, dtype=torch.bfloat16, device="meta") for n in (7, 9))
@@ -441,8 +441,9 @@ def test_which_bias_is_let_through(d, score, problem, monkeypatch):
     found = hopper_bwd_launch.backward_problem(q, q, k, k, scoring)
     assert (found is None) if problem is None else (problem in found)
     if problem is None and "bias" in score:
-        found = hopper_bwd_launch.backward_problem(q, q, k, k, replace(scoring, softcap=2.0))
-        assert found == (WIDE_AND_CAPPED if d > 128 else None)
+        wider = replace(scoring, bias=scoring.bias.float())
+        found = hopper_bwd_launch.backward_problem(q, q, k, k, wider)
+        assert found == (FP32_AND_LARGE if d > 192 else None)
     # the forward has none of it, whatever the backward can do
     assert hopper_launch.hopper_problem(q, k, k, scoring) == "bias and ALiBi are not supported"
 

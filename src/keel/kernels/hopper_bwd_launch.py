@@ -42,6 +42,9 @@ NARROW = 128
 """Up to this head dim, both consumers have dk and dv of their keys in registers; above it, one has
 dk and one has dv (`hopper_bwd_wide`)."""
 
+LARGEST_WITH_FP32_BIAS = 192
+"""Head dim: above it, dq takes 128 registers of each thread, and beside it fit 16 bits of a bias."""
+
 BLOCK_BESIDE = 2.0
 """What a block of threads costs beside its blocks of rows, in those (2.6 us of an H200's SM);"""
 
@@ -63,9 +66,7 @@ def backward_problem(
 
     It takes more than the forward, which knows no bias and no ALiBi.
     """
-    problem = tensor_problem(q, k, v) or term_problem(
-        scoring, k.shape[0], max(q.shape[2], v.shape[2])
-    )
+    problem = tensor_problem(q, k, v) or term_problem(scoring, k)
     if problem is not None:
         return problem
     tile_keys, _ = tile_sizes(q.shape[2], v.shape[2])
@@ -78,11 +79,9 @@ def backward_problem(
     return None
 
 
-def term_problem(scoring: Scoring, tk: int, widest: int) -> str | None:
-    """Why the Hopper backward cannot take bias or ALiBi: registers do not hold all of it.
-
-    widest: the larger head dim.
-    """
+def term_problem(scoring: Scoring, k: torch.Tensor) -> str | None:
+    """Why the Hopper backward cannot take bias or ALiBi: registers do not hold all of it."""
+    tk, _, d = k.shape
     bias, slopes, offset = scoring.bias, scoring.alibi_slopes, scoring.alibi_offset
     if slopes is not None:
         if bias is not None:
@@ -100,8 +99,8 @@ def term_problem(scoring: Scoring, tk: int, widest: int) -> str | None:
             f"bias of shape {tuple(bias.shape)} has strides {bias.stride()}: there must be {tk} "
             "keys, and the last stride must be 1"
         )
-    if scoring.softcap and widest > NARROW:
-        return f"a bias with a softcap is not supported above head dim {NARROW}"
+    if bias.dtype == torch.float32 and d > LARGEST_WITH_FP32_BIAS:
+        return f"a bias in fp32 is not supported above head dim {LARGEST_WITH_FP32_BIAS}"
     return None
 
 
