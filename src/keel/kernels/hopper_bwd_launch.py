@@ -43,7 +43,7 @@ NARROW = 128
 dk and one has dv (`hopper_bwd_wide`)."""
 
 LARGEST_WITH_FP32_BIAS = 192
-"""Head dim: above it, dq takes 128 registers of each thread, and beside it fit 16 bits of a bias."""
+"""Head dim: above it, dq takes 128 registers of a thread, and beside it fit 16 bits of a bias."""
 
 BLOCK_BESIDE = 2.0
 """What a block of threads costs beside its blocks of rows, in those (2.6 us of an H200's SM);"""
