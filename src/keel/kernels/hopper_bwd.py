@@ -50,6 +50,7 @@ from keel.kernels.hopper_staging import store_turned
 from keel.kernels.hopper_terms import (
     Terms,
     bias_by_keys,
+    origin_of,
     slope_of,
     with_alibi_by_keys,
     with_bias,
@@ -130,14 +131,14 @@ def of_rows(numbers, stage, half: gl.constexpr, s_l: gl.constexpr):
 
 
 @gluon.jit
-def probability(s, lse2, numbers, ring, terms, form: gl.constexpr, stage, half: gl.constexpr, row,
-                lo, hi, key, alibi, MASKED: gl.constexpr):
+def probability(s, lse2, numbers, ring, form: gl.constexpr, stage, half: gl.constexpr, row, lo, hi,
+                key, alibi, MASKED: gl.constexpr):
     """(p, what dp - delta is multiplied by: p times the slope of capped scores).
 
     Scores with a bias are scaled already.
     """
     if form.HAS_ALIBI:
-        s = with_alibi_by_keys(s, numbers, terms, ring, form, stage, half, key, row, alibi)
+        s = with_alibi_by_keys(s, numbers.scale, ring, form, stage, half, row, key, alibi)
     if form.HAS_TERMS:
         if form.HAS_SOFTCAP:
             s, slope = capped_with_slope(s, 1.0, numbers.softcap)
@@ -195,8 +196,8 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
         s = warpgroup_mma_wait(1, [s])
     for half in gl.static_range(BM // HALF):
         rows = of_half(s, half, dq_l)
-        p, weight = probability(rows, lse2, numbers, ring, inputs.terms, form, stage, half, row, lo,
-                                hi, key, alibi, MASKED)
+        p, weight = probability(rows, lse2, numbers, ring, form, stage, half, row, lo, hi, key,
+                                alibi, MASKED)
         lse2 = None
         if AHEAD:
             delta = of_rows(ring.delta, stage, half, dq_l)
@@ -304,7 +305,7 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
     a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_l, k_width=2)
     tile = my_tile(inputs, numbers, form, work)
     mine = cid * HALF + gl.arange(0, HALF, gl.SliceLayout(1, s_l))
-    key = tile.key0 + cid * HALF
+    key = origin_of(inputs.terms, numbers.tq, form, tile.key0 + cid * HALF)
     dk = gl.zeros([HALF, D], gl.float32, kv_l)
     dv = gl.zeros([HALF, D], gl.float32, kv_l)
     head = tile.lane * numbers.heads_each

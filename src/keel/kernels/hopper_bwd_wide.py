@@ -46,7 +46,7 @@ from keel.kernels.hopper_bwd_producer import (
 )
 from keel.kernels.hopper_common import PART as HALF
 from keel.kernels.hopper_common import add_product, hidden_zero, mark, no_sums, scores, work_of
-from keel.kernels.hopper_terms import Terms, bias_by_keys, slope_of, with_bias
+from keel.kernels.hopper_terms import Terms, bias_by_keys, origin_of, slope_of, with_bias
 
 # fmt: off
 
@@ -104,8 +104,7 @@ def add_to_dv(inputs, numbers, ring, form: gl.constexpr, dv, count, row, head, l
     s = warpgroup_mma_wait(0, [s])
     if form.HAS_BIAS:
         s = with_bias(s, numbers.scale, bias)
-    p, weight = probability(s, lse2, numbers, ring, inputs.terms, form, stage, 0, row, lo, hi, key,
-                            alibi, MASKED)
+    p, weight = probability(s, lse2, numbers, ring, form, stage, 0, row, lo, hi, key, alibi, MASKED)
     ring.weights.index(stage).store(weight)
     hand_over(stage)
     mark(Q_FREE + stage)  # lse2 came with q, and has been read as well
@@ -145,6 +144,7 @@ def values(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
     tile = my_tile(inputs, numbers, form, work)
     mine = gl.arange(0, HALF, gl.SliceLayout(1, s_l))
+    key = origin_of(inputs.terms, numbers.tq, form, tile.key0)
     dv = no_sums(form.DV, False)
     head = tile.lane * numbers.heads_each
     end_head = head + numbers.heads_each
@@ -161,14 +161,14 @@ def values(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
             if run < tile.split:
                 while row < end:
                     dv = add_to_dv(inputs, numbers, ring, form, dv, count, row, head, lo, hi,
-                                   tile.key0, alibi, False, s_l)
+                                   key, alibi, False, s_l)
                     row += HALF
                     count += 1
             else:
                 next_lo, next_hi = bounds(inputs, form, run + 1, mine)
                 while row < end:
                     dv = add_to_dv(inputs, numbers, ring, form, dv, count, row, head, lo, hi,
-                                   tile.key0, alibi, True, s_l)
+                                   key, alibi, True, s_l)
                     row += HALF
                     count += 1
                 lo = next_lo

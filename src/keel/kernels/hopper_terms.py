@@ -86,18 +86,36 @@ def with_bias(s, scale, bias):
 
 
 @gluon.jit
-def with_alibi_by_keys(s, numbers, terms, ring, form: gl.constexpr, stage, half: gl.constexpr, key,
-                       row, slope):
+def origin_of(terms, tq, form: gl.constexpr, key):
+    """The row that ALiBi has at a key, but for offsets; else that key. One number for three."""
+    if form.HAS_ALIBI and not form.HAS_OFFSET:
+        return key - (terms.tk - tq)
+    else:
+        return key
+
+
+@gluon.jit
+def with_alibi_by_keys(s, scale, ring, form: gl.constexpr, stage, half: gl.constexpr, row, origin,
+                       slope):
     """Scaled scores (keys, rows of a half) and their ALiBi; row: the first of the block."""
     layout: gl.constexpr = s.type.layout
-    rows_l: gl.constexpr = gl.SliceLayout(0, layout)
-    rows = gl.arange(0, PART, rows_l) + (row + half * PART - key)
+    first = row + half * PART - origin
     if form.HAS_OFFSET:
-        rows += ring.offset.index(stage).slice(half * PART, PART).load(rows_l)
-    else:
-        rows += terms.tk - numbers.tq
-    keys = gl.arange(0, PART, gl.SliceLayout(1, layout)).to(gl.float32)
-    return s * numbers.scale - slope * gl.abs(rows.to(gl.float32)[None, :] - keys[:, None])
+        rows_l: gl.constexpr = gl.SliceLayout(0, layout)
+        offset = ring.offset.index(stage).slice(half * PART, PART).load(rows_l)
+        rows = (gl.arange(0, PART, rows_l) + (offset + first)).to(gl.float32)
+        keys = gl.arange(0, PART, gl.SliceLayout(1, layout)).to(gl.float32)
+        return s * scale - slope * gl.abs(rows[None, :] - keys[:, None])
+    else:  # as in `hide`: what differs between registers is a constant
+        t = s.reshape([PART, PART // 8, 8])
+        L: gl.constexpr = t.type.layout
+        octet = 8 * gl.arange(0, PART // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))
+        inner = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))
+        keys = gl.arange(0, PART, gl.SliceLayout(1, gl.SliceLayout(1, L)))
+        near = ((first + inner)[None, :] - keys[:, None]).to(gl.float32)
+        distance = gl.abs(near[:, None, :] + octet.to(gl.float32)[None, :, None])
+        t = t * scale - slope * distance
+        return gl.convert_layout(t.reshape([PART, PART]), layout)
 
 
 @gluon.jit
