@@ -9,6 +9,7 @@ import dataclasses
 import json
 import re
 import sys
+from functools import partial
 from typing import Any
 
 import triton
@@ -35,6 +36,17 @@ FEW: list[tuple[AnyForm, str]] = [
     (QueryForm(64, 64, 64, 64, stages=3, v_stages=3), "fp16"),
     (QueryForm(256, 256, 64, 256, v_stages=1), "bf16"),
     (QueryForm(256, 256, 64, 192, v_stages=1, persistent=True, has_softcap=True), "fp16"),
+    (BackwardForm(128, 64, 128, 128, with_dq=False, has_softcap=True, has_bias=True), "bf16"),
+    (BackwardForm(64, 128, 64, 64, with_dq=False, has_alibi=True, has_offset=True), "bf16"),
+    (WideForm(256, 256, 256, 256, has_bias=True), "fp16"),
+    (
+        QueryForm(
+            *(256, 256, 64, 256),
+            **{"v_stages": 1, "persistent": True, "has_bias": True, "want_dbias": True},
+        ),
+        "bf16",
+    ),
+    (QueryForm(128, 128, 64, 128, stages=3, v_stages=3, has_softcap=True, has_alibi=True), "bf16"),
 ]
 MORE: list[tuple[AnyForm, str]] = [
     (BackwardForm(128, 64, 128, 128), "fp16"),
@@ -75,8 +87,38 @@ MORE: list[tuple[AnyForm, str]] = [
     (QueryForm(256, 64, 64, 256), "bf16"),
     (QueryForm(128, 256, 64, 128), "bf16"),
     (QueryForm(64, 256, 64, 40), "bf16"),
+    *(
+        (form(has_bias=bias, has_alibi=alibi, has_offset=offset, **more), dtype)
+        for form in (
+            partial(BackwardForm, 128, 64, 128, 128, with_dq=False),
+            partial(BackwardForm, 64, 128, 64, 64, with_dq=False),
+            partial(WideForm, 256, 256, 256, 256),
+            partial(WideForm, 256, 128, 192, 128),
+            partial(QueryForm, 128, 128, 64, 128, stages=3, v_stages=3),
+            partial(QueryForm, 256, 256, 64, 256, v_stages=1),
+            partial(QueryForm, 256, 128, 64, 192),
+        )
+        for bias, alibi, offset, softcap, dtype in (
+            (True, False, False, False, "bf16"),
+            (True, False, False, True, "fp16"),
+            (False, True, False, True, "bf16"),
+            (False, True, True, False, "bf16"),
+        )
+        for persistent in (False, True)
+        for more in (
+            {"has_softcap": softcap, "persistent": persistent}
+            | ({"want_dbias": True} if bias and form.func is QueryForm else {}),
+        )
+    ),
 ]
-ROWS = {"LSE2", "DELTA"}
+ROWS = {"LSE2", "DELTA", "SLOPES", "DBIAS"}
+OPTIONAL = {
+    "has_bias": {"BIAS", "stride_bh", "stride_bi"},
+    "has_alibi": {"SLOPES"},
+    "has_offset": {"OFFSET"},
+    "want_dbias": {"DBIAS", "stride_dbh", "stride_dbi"},
+}
+"""Arguments that only forms with these flags have."""
 
 
 def signature(kernel: Any, form: AnyForm, dtype: str) -> tuple[dict[str, str], dict, dict]:
@@ -93,6 +135,11 @@ def signature(kernel: Any, form: AnyForm, dtype: str) -> tuple[dict[str, str], d
         boxes |= outs
     else:
         absent |= outs.keys()
+    for flag, names in OPTIONAL.items():
+        if not getattr(form, flag, False):
+            absent |= names
+    if not (form.has_bias or form.has_alibi):
+        absent.add("tk")
     element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
     types: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
@@ -109,12 +156,15 @@ def signature(kernel: Any, form: AnyForm, dtype: str) -> tuple[dict[str, str], d
             types[name] = f"tensordesc<fp32[64, 1, 64],{layout!r}>"
         elif name in ROWS:
             types[name] = "*fp32"
+        elif name == "BIAS":
+            largest = max(getattr(form, n, 0) for n in ("columns", "dk_columns"))
+            types[name] = "*fp32" if dtype == "fp16" and largest <= 192 else f"*{dtype}"
         elif name.isupper():
             out = f"*{dtype}" if form.staged or isinstance(form, WideForm) else "*fp32"
             types[name] = out if name.endswith("_OUT") else "*i32"
         else:
             types[name] = "fp32" if name in ("scale", "softcap") else "i32"
-        if types[name].startswith("*") or name.startswith("stride"):
+        if types[name].startswith("*"):
             aligned[(index,)] = [["tt.divisibility", 16]]
     return types, constants, aligned
 

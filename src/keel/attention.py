@@ -269,6 +269,7 @@ def _attend(
             deterministic=deterministic,
             sm_margin=sm_margin,
             backend=settled_backend(chosen, q, k, v, scoring),
+            backward_backend=chosen,
         )
         out, lse, max_logits = call(q, k, v, *others, running=max_logits_out)
         is_simple = isinstance(softmax_scale, (float, int, NoneType)) and isinstance(

@@ -159,10 +159,13 @@ class DirectCall:
         deterministic: bool,
         sm_margin: int,
         backend: str,
+        backward_backend: str,
     ) -> None:
+        """backend: settled, of the forward; "auto" may have another one for the backward."""
         self.mask, self.scale, self.softcap = mask, scoring.scale, scoring.softcap
         self.want_max, self.deterministic = want_max, deterministic
         self.sm_margin, self.backend = sm_margin, backend
+        self.backward_backend = backward_backend
         self.out_shape = (q.shape[0], q.shape[1], v.shape[2])
         self.dtype, self.device = q.dtype, q.device
         self._out_strides = (q.shape[1] * v.shape[2], v.shape[2], 1)
@@ -318,7 +321,7 @@ class DirectCall:
             want_dbias=want_dbias,
             deterministic=self.deterministic,
             sm_margin=self.sm_margin,
-            backend=self.backend,
+            backend=self.backward_backend,
             dtype=self.dtype,
             steps=steps,
         )
@@ -386,7 +389,7 @@ class _Direct(torch.autograd.Function):
             dq, dk, dv, dsink, dbias = torch.ops.keel.attn_bwd(
                 *(dout, dlse, q, k, v, out, lse, tensors_of_mask(call.mask)),
                 *(sink, bias, slopes, offset, call.scale, call.softcap),
-                *(want_dbias, call.deterministic, call.sm_margin, call.backend),
+                *(want_dbias, call.deterministic, call.sm_margin, call.backward_backend),
             )
         all_inputs = (
             *(None, dq, dk, dv, None if sink is None else dsink),

@@ -388,18 +388,20 @@ def gradients(
     q, scoring, factor = _positive_scale(q, scoring)
     deterministic |= torch.are_deterministic_algorithms_enabled()
     by_hopper = _by_hopper(dout, q, k, v, scoring, backend)
-    dq32 = None
+    dq32, dbias = None, None
+    if want_dbias:
+        assert bias is not None
+        dbias = torch.zeros(bias.shape, dtype=torch.float32, device=q.device)
     if by_hopper:
         from keel.kernels import hopper_bwd_launch
 
-        deterministic = hopper_bwd_launch.dq_apart(
+        apart = hopper_bwd_launch.dq_apart(
             attn_mask, q, v, k.shape[1], scoring, deterministic=deterministic, sm_margin=sm_margin
         )
-        if not deterministic:
+        if not apart:
             dq32 = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     lse2, delta = flash_bwd.row_terms(out, dout, lse, dlse, dq32=dq32, steps=steps)
     given = (dout, q, k, v, lse2, delta, attn_mask, scoring)
-    dbias = None
     if by_hopper:
         hopper_bwd_launch.backward(
             *given,
@@ -407,14 +409,13 @@ def gradients(
             dk=dk,
             dv=dv,
             dq32=dq32,
+            dbias=dbias,
+            apart=apart,
             deterministic=deterministic,
             sm_margin=sm_margin,
             steps=steps,
         )
     else:
-        if want_dbias:
-            assert bias is not None
-            dbias = torch.zeros(bias.shape, dtype=torch.float32, device=q.device)
         flash_bwd.backward(
             *given,
             dq=dq,

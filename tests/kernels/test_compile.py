@@ -82,7 +82,8 @@ def test_hopper_backward_does_not_spill():
         *itertools.product(("BackwardForm", "QueryForm"), (64, 128)),
         *itertools.product(("WideForm", "QueryForm"), (256,)),
     }
-    for option in ("staged", "persistent", "with_dq", "has_softcap"):
+    added = ("has_bias", "has_alibi", "has_offset", "want_dbias")
+    for option in ("staged", "persistent", "with_dq", "has_softcap", *added):
         assert {v[option] for v in variants if option in v} == {True, False}
     for v in variants:
         assert v["shared"] <= SHARED_LIMIT[90], v

@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # scripts: plain
 import host_cost
 from host_stub import Stub, stubbed
 
-from keel import direct, flex_flash_attn_func, masks
+from keel import direct, flex_flash_attn_func, masks, ops
 from keel._versions import c_launcher, runs_plainly
 from keel.kernels import (
     fresh_maxima,
@@ -379,6 +379,43 @@ def test_each_softcap_has_launches_of_its_own(
         kernels = [given for name, _, given in stub.launches if name.startswith("hopper")]
         assert len(kernels) == num
         assert all(softcap in given and given[-1].has_softcap for given in kernels)
+
+
+def test_auto_has_another_backend_for_the_backward_of_a_bias(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Hopper forward has no bias, its backward does; layouts of it never share a launch."""
+    monkeypatch.setattr(ops, "explain_backend", lambda device, dtype: ("triton", "a GPU"))
+    monkeypatch.setattr(hopper_bwd_launch, "_splits_for", lambda *args: 1)
+    q, k, v = (x.requires_grad_() for x in make())
+    room = torch.zeros(HQ, TOKENS, TOKENS + 8)
+    dense, cut = torch.zeros(HQ, TOKENS, TOKENS), room[:, :, :TOKENS]
+    for bias in (dense, cut, dense[:1], dense.half()):
+        bias = bias.detach().requires_grad_()
+        for _ in range(2):  # the first time goes to the compiler
+            stub.launches.clear()
+            out, _ = attend(q, k, v, backend="auto", bias=bias)
+            dbias = torch.autograd.grad(out, (bias,), torch.ones_like(out))[0]
+        assert dbias.shape == bias.shape and dbias.dtype == bias.dtype
+        names = [name for name, *_ in stub.launches]
+        assert names[:3] == ["flash_fwd_kernel", "row_terms_kernel", "hopper_bwd_kernel"]
+        assert "hopper_bwd_dq_kernel" in names and "flash_bwd_dq_kernel" not in names
+        for name, _, given in stub.launches:
+            if name in ("hopper_bwd_kernel", "hopper_bwd_dq_kernel"):
+                assert given[-1].has_bias and bias.data_ptr() in given
+                strides = bias.expand(HQ, TOKENS, TOKENS).stride()
+                where = list(given).index(TOKENS, list(given).index(bias.data_ptr()))
+                assert strides[:2] in zip(given[where:], given[where + 1 :], strict=False)
+    for backend, added in (("triton", {"bias": dense}), ("auto", {"alibi_slopes": torch.ones(HQ)})):
+        out, _ = attend(q, k, v, backend=backend, **added)
+        for _ in range(2):
+            stub.launches.clear()
+            gradients(out, (q, k, v), torch.ones_like(out))
+        if backend == "triton":
+            assert stub.launches
+            assert not [name for name, *_ in stub.launches if name.startswith("hopper")]
+    forms = [given[-1] for name, _, given in stub.launches if name.startswith("hopper_bwd")]
+    assert [form.has_alibi for form in forms] == [True, True]
 
 
 def test_descriptors_are_bounded(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,14 @@ from keel.kernels.hopper_bwd_producer import (
 from keel.kernels.hopper_common import PART as HALF
 from keel.kernels.hopper_common import as_offset, capped_with_slope, hidden_zero, mark, work_of
 from keel.kernels.hopper_staging import store_turned
+from keel.kernels.hopper_terms import (
+    Terms,
+    bias_by_keys,
+    origin_of,
+    slope_of,
+    with_alibi_by_keys,
+    with_bias,
+)
 
 # fmt: off
 
@@ -62,6 +70,7 @@ class Ring(NamedTuple):
     dq: Any
     lse2: Any
     delta: Any
+    offset: Any
     q_full: Any
     do_full: Any
     k_full: Any
@@ -123,9 +132,18 @@ def of_rows(numbers, stage, half: gl.constexpr, s_l: gl.constexpr):
 
 @gluon.jit
 def probability(s, lse2, numbers, ring, form: gl.constexpr, stage, half: gl.constexpr, row, lo, hi,
-                MASKED: gl.constexpr):
-    """(p, what dp - delta is multiplied by: p times the slope of capped scores)."""
-    if form.HAS_SOFTCAP:
+                key, alibi, MASKED: gl.constexpr):
+    """(p, what dp - delta is multiplied by: p times the slope of capped scores).
+
+    Scores with a bias are scaled already.
+    """
+    if form.HAS_ALIBI:
+        s = with_alibi_by_keys(s, numbers.scale, ring, form, stage, half, row, key, alibi)
+    if form.HAS_TERMS:
+        if form.HAS_SOFTCAP:
+            s, slope = capped_with_slope(s, 1.0, numbers.softcap)
+        scale2 = LOG2E
+    elif form.HAS_SOFTCAP:
         s, slope = capped_with_slope(s, numbers.scale, numbers.softcap)
         scale2 = LOG2E
     else:
@@ -144,7 +162,7 @@ def probability(s, lse2, numbers, ring, form: gl.constexpr, stage, half: gl.cons
 
 @gluon.jit
 def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, count, row, head,
-         lo, hi, MASKED: gl.constexpr, s_l: gl.constexpr, a_l: gl.constexpr):
+         lo, hi, key, alibi, MASKED: gl.constexpr, s_l: gl.constexpr, a_l: gl.constexpr):
     """What a block of rows adds to dk, dv and dq."""
     BM: gl.constexpr = form.BM
     D: gl.constexpr = form.D
@@ -168,12 +186,18 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
     lse2 = None
     if AHEAD:
         lse2 = of_rows(ring.lse2, stage, 0, dq_l)
+    if form.HAS_BIAS:  # before dp: there are no registers for both
+        bias = bias_by_keys(inputs.terms, form, numbers.tq, head, key, row, MASKED, s_l)
+        s = warpgroup_mma_wait(0, [s])
+        s = with_bias(s, numbers.scale, bias)
     mbarrier.wait(ring.do_full.index(stage), phase)
     dp = warpgroup_mma(v_mine, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, [s])
+    if not form.HAS_BIAS:
+        s = warpgroup_mma_wait(1, [s])
     for half in gl.static_range(BM // HALF):
         rows = of_half(s, half, dq_l)
-        p, weight = probability(rows, lse2, numbers, ring, form, stage, half, row, lo, hi, MASKED)
+        p, weight = probability(rows, lse2, numbers, ring, form, stage, half, row, lo, hi, key,
+                                alibi, MASKED)
         lse2 = None
         if AHEAD:
             delta = of_rows(ring.delta, stage, half, dq_l)
@@ -282,6 +306,7 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
     a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_l, k_width=2)
     tile = my_tile(inputs, numbers, form, work)
     mine = cid * HALF + gl.arange(0, HALF, gl.SliceLayout(1, s_l))
+    key = origin_of(inputs.terms, numbers.tq, form, tile.key0 + cid * HALF)
     dk = gl.zeros([HALF, D], gl.float32, kv_l)
     dv = gl.zeros([HALF, D], gl.float32, kv_l)
     head = tile.lane * numbers.heads_each
@@ -292,20 +317,21 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
         run = tile.first
         row = gl.load(inputs.RUNS + run * 4)
         end = gl.load(inputs.RUNS + run * 4 + 1)
+        alibi = slope_of(inputs.terms, form, head)
         while run < tile.last:  # not a loop for each kind of run: see the forward
             next_row = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
             next_end = gl.load(inputs.RUNS + run * 4 + 5)
             if run < tile.split:
                 while row < end:
                     dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, mine,
-                                  mine, False, s_l, a_l)
+                                  mine, key, alibi, False, s_l, a_l)
                     row += BM
                     count += 1
             else:
                 lo, hi = bounds(inputs, form, run, mine)  # not sooner: registers are scarce
                 while row < end:
                     dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, lo,
-                                  hi, True, s_l, a_l)
+                                  hi, key, alibi, True, s_l, a_l)
                     row += BM
                     count += 1
             row = next_row
@@ -346,7 +372,9 @@ def second_consumer(inputs, numbers, ring, form: gl.constexpr):
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_bwd_kernel(
     Q, K, V, DO, DQ32, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS, KEY_LO, KEY_HI,
+    BIAS, SLOPES, OFFSET,
     scale, tq, splits, heads_each, num_tiles, section, num_lanes, softcap,
+    tk, stride_bh, stride_bi,
     FORM: gl.constexpr,
 ):
     D: gl.constexpr = FORM.D
@@ -357,6 +385,9 @@ def hopper_bwd_kernel(
     rows_l: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ds = None
     dq = None
+    offset = None
+    if FORM.HAS_OFFSET:
+        offset = gl.allocate_shared_memory(gl.int32, [STAGES, BM], rows_l)
     if FORM.WITH_DQ:
         ds = gl.allocate_shared_memory(K.dtype, [4, HALF, BM], ds_l)
         dq = gl.allocate_shared_memory(gl.float32, [2, HALF, 1, HALF], DQ32.layout)
@@ -369,6 +400,7 @@ def hopper_bwd_kernel(
         dq=dq,
         lse2=gl.allocate_shared_memory(gl.float32, [STAGES, BM], rows_l),
         delta=gl.allocate_shared_memory(gl.float32, [STAGES, BM], rows_l),
+        offset=offset,
         q_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         do_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         k_full=gl.allocate_shared_memory(gl.int64, [1], barrier),
@@ -380,8 +412,9 @@ def hopper_bwd_kernel(
         mbarrier.init(ring.q_full.index(i), ARRIVALS)
         mbarrier.init(ring.do_full.index(i), ARRIVALS)
     fence_async_shared()
+    terms = Terms(BIAS, SLOPES, OFFSET, tk, stride_bh, stride_bi)
     inputs = Inputs(Q, K, V, DO, DQ32, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS,
-                    KEY_LO, KEY_HI)
+                    KEY_LO, KEY_HI, terms)
     numbers = Numbers(scale, softcap, tq, splits, heads_each, num_tiles, section, num_lanes)
     gl.warp_specialize([
         (first_consumer, (inputs, numbers, ring, FORM)),

@@ -41,6 +41,15 @@ from keel.kernels.hopper_common import (
     work_of,
 )
 from keel.kernels.hopper_common import PART as HALF
+from keel.kernels.hopper_terms import (
+    TERM_NUMBERS,
+    Terms,
+    add_to_dbias,
+    bias_by_rows,
+    spot_of,
+    with_alibi_by_rows,
+    with_bias,
+)
 
 # fmt: off
 
@@ -66,6 +75,8 @@ class Inputs(NamedTuple):
     RUNS: Any
     ROW_LO: Any
     ROW_HI: Any
+    DBIAS: Any
+    terms: Any
 
 
 class Numbers(NamedTuple):
@@ -76,6 +87,8 @@ class Numbers(NamedTuple):
     section: Any
     num_heads: Any
     group: Any
+    stride_dbh: Any
+    stride_dbi: Any
 
 
 class Ring(NamedTuple):
@@ -187,8 +200,8 @@ def bounds(inputs, row_set, mine):
 
 
 @gluon.jit
-def step(cid: gl.constexpr, numbers, ring, form: gl.constexpr, dq, count, key, lo, hi, lse2, delta,
-         scale2, MASKED: gl.constexpr, s_l: gl.constexpr):
+def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dq, count, key, lo, hi, lse2,
+         delta, scale2, spot, MASKED: gl.constexpr, s_l: gl.constexpr):
     """What a block of keys adds to dq."""
     BN: gl.constexpr = form.BN
     D: gl.constexpr = form.D
@@ -205,11 +218,22 @@ def step(cid: gl.constexpr, numbers, ring, form: gl.constexpr, dq, count, key, l
     do = ring.do.index(mine).reshape([HALF, form.DV])
     mbarrier.wait(ring.k_full.index(stage), (count // form.STAGES) & 1)
     s = scores(q, k, zero, form.SHORT)
+    if form.HAS_BIAS:  # before dp: there are no registers for both
+        bias = bias_by_rows(inputs.terms, numbers.tq, form, spot, key, MASKED, s_l)
+        s = warpgroup_mma_wait(0, [s])
+        s = with_bias(s, numbers.scale, bias)
     mbarrier.wait(ring.v_full.index(v_stage), (count // form.V_STAGES) & 1)
     dp = scores(do, v, zero, False)
-    s = warpgroup_mma_wait(1, [s])
+    if not form.HAS_BIAS:
+        s = warpgroup_mma_wait(1, [s])
+        if form.HAS_ALIBI:
+            s = with_alibi_by_rows(s, numbers.scale, spot, key)
+    cap_scale = numbers.scale
+    if form.HAS_TERMS:  # these are scaled
+        cap_scale = 1.0
+        scale2 = LOG2E
     if form.HAS_SOFTCAP:
-        s, slope = capped_with_slope(s, numbers.scale, numbers.softcap)
+        s, slope = capped_with_slope(s, cap_scale, numbers.softcap)
         p = gl.exp2(s * LOG2E - lse2[:, None]) * slope
         if MASKED:  # last: until then slopes take as many registers as scores
             p = hide(p, key, lo, hi, 0.0)
@@ -219,8 +243,10 @@ def step(cid: gl.constexpr, numbers, ring, form: gl.constexpr, dq, count, key, l
         p = gl.exp2(s * scale2 - lse2[:, None])
     dp = warpgroup_mma_wait(0, [dp])
     mark(V_FREE + v_stage)
-    ds = (p * (dp - delta[:, None])).to(ring.k.dtype)
-    dq = add_product(ds, k, dq, form.SHORT)
+    ds = p * (dp - delta[:, None])
+    if form.WANT_DBIAS:
+        add_to_dbias(inputs, numbers, form, ds, spot, key, lo, hi, MASKED)
+    dq = add_product(ds.to(ring.k.dtype), k, dq, form.SHORT)
     mark(K_FREE + stage)
     return dq
 
@@ -283,6 +309,7 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
     place = tile.head.to(gl.int64) * numbers.tq + rows
     lse2 = gl.load(inputs.LSE2 + place, mask=there, other=float("inf"))
     delta = gl.load(inputs.DELTA + place, mask=there, other=0.0)
+    spot = spot_of(inputs.terms, numbers.tq, form, tile.head, rows, tile.row_end)
     dq = no_sums(form.D, form.SHORT)
     lo, hi = bounds(inputs, tile.row_set, mine)
     run = tile.first
@@ -295,15 +322,15 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
         next_end = gl.load(inputs.RUNS + run * 4 + 5)
         if run < tile.split:
             while key < end:
-                dq = step(cid, numbers, ring, form, dq, count, key, lo, hi, lse2, delta, scale2,
-                          False, s_l)
+                dq = step(cid, inputs, numbers, ring, form, dq, count, key, lo, hi, lse2, delta,
+                          scale2, spot, False, s_l)
                 key += BN
                 count += 1
         else:
             next_lo, next_hi = bounds(inputs, gl.load(inputs.RUNS + run * 4 + 6), mine)
             while key < end:
-                dq = step(cid, numbers, ring, form, dq, count, key, lo, hi, lse2, delta, scale2,
-                          True, s_l)
+                dq = step(cid, inputs, numbers, ring, form, dq, count, key, lo, hi, lse2, delta,
+                          scale2, spot, True, s_l)
                 key += BN
                 count += 1
             lo = next_lo
@@ -342,13 +369,16 @@ def second_consumer(inputs, numbers, ring, form: gl.constexpr):
     consumer(1, inputs, numbers, ring, form)
 
 
-NUMBERS = ["tq", "num_tiles", "section", "num_heads", "group"]
+NUMBERS = ["tq", "num_tiles", "section", "num_heads", "group", *TERM_NUMBERS]
+NUMBERS += ["stride_dbh", "stride_dbi"]
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_bwd_dq_kernel(
     Q, K, V, DO, DQ, LSE2, DELTA, DQ_OUT, TILES, RUNS, ROW_LO, ROW_HI,
+    BIAS, SLOPES, OFFSET, DBIAS,
     scale, tq, num_tiles, section, num_heads, group, softcap,
+    tk, stride_bh, stride_bi, stride_dbh, stride_dbi,
     FORM: gl.constexpr,
 ):
     D: gl.constexpr = FORM.D
@@ -372,8 +402,10 @@ def hopper_bwd_dq_kernel(
         if i < FORM.V_STAGES:
             mbarrier.init(ring.v_full.index(i), 1)
     fence_async_shared()
-    inputs = Inputs(Q, K, V, DO, DQ, LSE2, DELTA, DQ_OUT, TILES, RUNS, ROW_LO, ROW_HI)
-    numbers = Numbers(scale, softcap, tq, num_tiles, section, num_heads, group)
+    terms = Terms(BIAS, SLOPES, OFFSET, tk, stride_bh, stride_bi)
+    inputs = Inputs(Q, K, V, DO, DQ, LSE2, DELTA, DQ_OUT, TILES, RUNS, ROW_LO, ROW_HI, DBIAS, terms)
+    numbers = Numbers(scale, softcap, tq, num_tiles, section, num_heads, group, stride_dbh,
+                      stride_dbi)
     gl.warp_specialize([
         (first_consumer, (inputs, numbers, ring, FORM)),
         (second_consumer, (inputs, numbers, ring, FORM)),

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from keel.kernels.flash_common import l2_bytes, num_sms, section_heads
+from keel.kernels.flash_common import l2_bytes, num_sms, score_tensors, section_heads
 from keel.kernels.gradient_sums import gradient_sums
-from keel.kernels.hopper_dq_launch import fill_dq
+from keel.kernels.hopper_dq_launch import add_dbias_in_order, fill_dq, term_flags, term_numbers
 from keel.kernels.hopper_launch import (
     block_of,
     can_be_described,
     describing,
-    hopper_problem,
     on_device,
+    tensor_problem,
 )
 from keel.kernels.launch import Prepared, Recipe, launch
 from keel.kernels.steps import Steps
@@ -42,6 +42,9 @@ NARROW = 128
 """Up to this head dim, both consumers have dk and dv of their keys in registers; above it, one has
 dk and one has dv (`hopper_bwd_wide`)."""
 
+LARGEST_WITH_FP32_BIAS = 192
+"""Head dim: above it, dq takes 128 registers of a thread, and beside it fit 16 bits of a bias."""
+
 BLOCK_BESIDE = 2.0
 """What a block of threads costs beside its blocks of rows, in those (2.6 us of an H200's SM);"""
 
@@ -59,8 +62,11 @@ STILL_TOGETHER = 0.7
 def backward_problem(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring
 ) -> str | None:
-    """Why the Hopper backward cannot take these tensors; None if it can."""
-    problem = hopper_problem(q, k, v, scoring)
+    """Why the Hopper backward cannot take these tensors; None if it can.
+
+    It takes more than the forward, which knows no bias and no ALiBi.
+    """
+    problem = tensor_problem(q, k, v) or term_problem(scoring, k)
     if problem is not None:
         return problem
     tile_keys, _ = tile_sizes(q.shape[2], v.shape[2])
@@ -70,6 +76,31 @@ def backward_problem(
         )
     if dout.dtype != q.dtype or not can_be_described(dout):
         return f"dout is {dout.dtype} with strides {dout.stride()}, it must be like q"
+    return None
+
+
+def term_problem(scoring: Scoring, k: torch.Tensor) -> str | None:
+    """Why the Hopper backward cannot take bias or ALiBi: registers do not hold all of it."""
+    tk, _, d = k.shape
+    bias, slopes, offset = scoring.bias, scoring.alibi_slopes, scoring.alibi_offset
+    if slopes is not None:
+        if bias is not None:
+            return "bias and ALiBi together are not supported"
+        if offset is not None and offset.dtype != torch.int32:
+            return f"alibi_offset is {offset.dtype}, it must be int32"
+        if offset is not None and scoring.softcap:
+            return "a softcap is not supported with an alibi_offset"
+    if bias is None:
+        return None
+    if bias.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"a bias of {bias.dtype} is not supported (bf16, fp16 and fp32 are)"
+    if bias.shape[2] != tk or (bias.stride(2) != 1 and tk > 1):
+        return (
+            f"bias of shape {tuple(bias.shape)} has strides {bias.stride()}: there must be {tk} "
+            "keys, and the last stride must be 1"
+        )
+    if bias.dtype == torch.float32 and d > LARGEST_WITH_FP32_BIAS:
+        return f"a bias in fp32 is not supported above head dim {LARGEST_WITH_FP32_BIAS}"
     return None
 
 
@@ -90,15 +121,20 @@ def dq_apart(
     sm_margin: int,
 ) -> bool:
     """Whether dq has a kernel of its own: where its order must not change, or where that is faster,
-    and always for wide heads, and for head dims to 64 with a softcap.
+    and always for wide heads, for head dims to 64 with a softcap, and with bias or ALiBi.
 
     With it every score is computed twice, but nothing of dq is read and written again and again.
     """
     sms, l2 = num_sms(q.device) - sm_margin, l2_bytes(q.device)
     block_d = max(block_of(q.shape[2]), block_of(v.shape[2]))
-    if block_d > NARROW or (scoring.softcap and block_d < NARROW):
+    if block_d > NARROW or (scoring.softcap and block_d < NARROW) or _has_terms(scoring):
         return True  # no registers for it beside dk and dv
     return deterministic or _apart_is_faster(mask, *q.shape[1:], v.shape[2], hk, sms, l2)
+
+
+def _has_terms(scoring: Scoring) -> bool:
+    """Whether something is added to scores."""
+    return scoring.bias is not None or scoring.alibi_slopes is not None
 
 
 @functools.lru_cache(maxsize=256)
@@ -159,18 +195,22 @@ def backward(
     dk: torch.Tensor,
     dv: torch.Tensor,
     dq32: torch.Tensor | None = None,
+    dbias: torch.Tensor | None = None,
+    apart: bool = False,
     deterministic: bool = False,
     sm_margin: int = 0,
     splits: int | None = None,
     steps: Steps | None = None,
 ) -> None:
-    """Fills dq, dk, dv, as flash_bwd.backward, for what `backward_problem` lets through.
+    """Fills dq, dk, dv and adds to dbias, as flash_bwd.backward, for what `backward_problem` lets
+    through.
 
     dq is added up in fp32 in an order that differs from run to run, in dq32 (tq, hq, d), which is
-    full of zeros; it is made here if it is not given. With `deterministic`, and for wide heads, dq
-    has a kernel of its own instead. dq, dk and dv are contiguous. The scale is > 0. A sink needs
-    nothing here: lse2 knows of it, and its own gradient follows from lse and delta. The launches
-    are added to `steps`.
+    full of zeros; it is made here if it is not given. With `apart` (see `dq_apart`) or
+    `deterministic`, and where there is no other way, dq has a kernel of its own instead, which
+    also adds to dbias. All of these are contiguous. The scale is > 0. A sink needs nothing here:
+    lse2 knows of it, and its own gradient follows from lse and delta. The launches are added to
+    `steps`.
     """
     if 0 in (*q.shape[:2], k.shape[0]):  # nothing that a descriptor could describe
         for x in (dq, dk, dv):
@@ -178,7 +218,7 @@ def backward(
         if steps is not None:
             steps.clear()
         return
-    (_, hq, d), (tk, hk, dim_v) = q.shape, v.shape
+    (tq, hq, d), (tk, hk, dim_v) = q.shape, v.shape
     tile_keys, block_m = tile_sizes(d, dim_v)
     records = key_records(mask, block_m, tile_keys).records
     if splits is None:
@@ -186,8 +226,8 @@ def backward(
         splits = _splits_for(mask, tile_keys, block_m, hk, hq // hk, sms)
     if (hq // hk) % splits:
         raise ValueError(f"splits must divide the {hq // hk} query heads of a key head: {splits}")
-    deterministic |= max(d, dim_v) > NARROW
-    if deterministic:
+    apart = apart or deterministic or max(d, dim_v) > NARROW or _has_terms(scoring)
+    if apart:
         dq32 = None
     elif dq32 is None:
         dq32 = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -206,9 +246,14 @@ def backward(
             *(dq32, dk_out, dv_out),
         )
     ]
-    if deterministic:
-        launched.append(fill_dq(dout, q, k, v, *rows, mask, scoring, dq=dq, sm_margin=sm_margin))
-    if splits > 1 or not deterministic:
+    if apart:
+        if dbias is not None and deterministic and dbias.shape != (hq, tq, tk):
+            add_dbias_in_order(dbias, dout, q, k, v, *rows, mask, scoring, sm_margin)
+            dbias = None
+        launched.append(
+            fill_dq(dout, q, k, v, *rows, mask, scoring, dq=dq, dbias=dbias, sm_margin=sm_margin)
+        )
+    if splits > 1 or not apart:
         launched.append(gradient_sums(dq32, dq, dk_out, dk, dv_out, dv, scoring.scale, splits))
     if steps is not None:
         for recipe in launched:
@@ -249,7 +294,7 @@ def _launch(
         (mask, scoring.scale, scoring.softcap, splits, sm_margin),
         {
             **{"Q": q, "K": k, "V": v, "DO": dout, "LSE2": lse2, "DELTA": delta, "DQ32": dq32},
-            **{"DK": dk, "DV": dv, "DK_OUT": dk, "DV_OUT": dv},
+            **{"DK": dk, "DV": dv, "DK_OUT": dk, "DV_OUT": dv, **score_tensors(scoring)},
         },
         lambda: _prepare(q, k, v, dout, records, scoring, splits, sm_margin, dq32, dk, dv),
     )
@@ -268,13 +313,14 @@ def _prepare(
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> Prepared | None:
-    (tq, hq, d), (_, hk, dim_v) = q.shape, v.shape
+    (tq, hq, d), (tk, hk, dim_v) = q.shape, v.shape
     form = choose_backward_form(
         *(d, dim_v),
         outs_match=dk.dtype == dv.dtype == q.dtype,
         persistent=sm_margin > 0,
         with_dq=dq32 is not None,
         has_softcap=scoring.softcap > 0,
+        **term_flags(scoring),
     )
     lanes = hk * splits
     heads_each = hq // lanes
@@ -303,7 +349,7 @@ def _prepare(
             **on_device(records, q.device, "KEY"),
             **{"scale": scoring.scale, "softcap": scoring.softcap, "tq": tq, "FORM": form},
             **{"splits": splits, "heads_each": heads_each, "num_lanes": lanes},
-            **{"num_tiles": num_tiles, "section": section},
+            **{"num_tiles": num_tiles, "section": section, **term_numbers(scoring, hq, tq, tk)},
         },
         num_warps=4,
         streamed=streamed,
@@ -318,16 +364,19 @@ def choose_backward_form(
     outs_match: bool,
     persistent: bool,
     with_dq: bool,
-    has_softcap: bool = False,
+    **scores: bool,
 ) -> BackwardForm | WideForm:
-    """What is compiled for head dims; outs_match: dk and dv have the dtype of q."""
+    """What is compiled for head dims; outs_match: dk and dv have the dtype of q.
+
+    scores: has_softcap, and those of `term_flags`.
+    """
     from keel.kernels.hopper_common import BackwardForm, WideForm
 
     if max(d, dim_v) > NARROW:
         return WideForm(
             *(block_of(d), block_of(dim_v), d, dim_v),
             persistent=persistent,
-            has_softcap=has_softcap,
+            **scores,
         )
     block_d = max(block_of(d), block_of(dim_v))
     return BackwardForm(
@@ -335,5 +384,5 @@ def choose_backward_form(
         staged=outs_match,
         persistent=persistent,
         with_dq=with_dq,
-        has_softcap=has_softcap,
+        **scores,
     )

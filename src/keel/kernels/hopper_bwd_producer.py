@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from keel._versions import tma_load
 from keel.kernels.hopper_common import FIELDS, place_of, wait_for, work_of
 from keel.kernels.hopper_common import PART as HALF
+from keel.kernels.hopper_terms import TERM_NUMBERS
 
 # fmt: off
 
@@ -46,6 +47,7 @@ class Inputs(NamedTuple):
     RUNS: Any
     KEY_LO: Any
     KEY_HI: Any
+    terms: Any
 
 
 class Numbers(NamedTuple):
@@ -59,7 +61,7 @@ class Numbers(NamedTuple):
     num_lanes: Any
 
 
-NUMBERS = ["tq", "splits", "heads_each", "num_tiles", "section", "num_lanes"]
+NUMBERS = ["tq", "splits", "heads_each", "num_tiles", "section", "num_lanes", *TERM_NUMBERS]
 """Of a launch: they differ between masks, which must not wait for compilers."""
 
 
@@ -100,6 +102,10 @@ def bring_numbers(POINTER, place, there, stage, full):
 @gluon.jit
 def bring_q(inputs, ring, form: gl.constexpr, stage, row, head, place, there):
     full = ring.q_full.index(stage)
+    if form.HAS_OFFSET:  # the arrival of the other numbers tells of these as well
+        rows = row + gl.arange(0, form.BM, gl.BlockedLayout([1], [32], [1], [0]))
+        async_copy.async_copy_global_to_shared(
+            ring.offset.index(stage), inputs.terms.OFFSET + rows, mask=there)
     mbarrier.expect(full, form.BM * form.D * 2)
     tma_load(inputs.q, [row, head, 0], full, ring.q.index(stage))
     bring_numbers(inputs.LSE2, place, there, ring.lse2.index(stage), full)

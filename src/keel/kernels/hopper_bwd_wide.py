@@ -46,6 +46,7 @@ from keel.kernels.hopper_bwd_producer import (
 )
 from keel.kernels.hopper_common import PART as HALF
 from keel.kernels.hopper_common import add_product, hidden_zero, mark, no_sums, scores, work_of
+from keel.kernels.hopper_terms import Terms, bias_by_keys, origin_of, slope_of, with_bias
 
 # fmt: off
 
@@ -63,6 +64,7 @@ class Ring(NamedTuple):
     weights: Any
     lse2: Any
     delta: Any
+    offset: Any
     q_full: Any
     do_full: Any
     k_full: Any
@@ -85,8 +87,8 @@ def take_over(stage):
 
 
 @gluon.jit
-def add_to_dv(numbers, ring, form: gl.constexpr, dv, count, row, lo, hi, MASKED: gl.constexpr,
-              s_l: gl.constexpr):
+def add_to_dv(inputs, numbers, ring, form: gl.constexpr, dv, count, row, head, lo, hi, key, alibi,
+              MASKED: gl.constexpr, s_l: gl.constexpr):
     """What a block of rows adds to dv; its weights for the other consumer."""
     stage = count % form.STAGES
     phase = (count // form.STAGES) & 1
@@ -97,8 +99,12 @@ def add_to_dv(numbers, ring, form: gl.constexpr, dv, count, row, lo, hi, MASKED:
     mbarrier.wait(ring.q_full.index(stage), phase)
     s = scores(k, q, zero, form.SHORT)
     lse2 = of_rows(ring.lse2, stage, 0, s_l)
+    if form.HAS_BIAS:
+        bias = bias_by_keys(inputs.terms, form, numbers.tq, head, key, row, MASKED, s_l)
     s = warpgroup_mma_wait(0, [s])
-    p, weight = probability(s, lse2, numbers, ring, form, stage, 0, row, lo, hi, MASKED)
+    if form.HAS_BIAS:
+        s = with_bias(s, numbers.scale, bias)
+    p, weight = probability(s, lse2, numbers, ring, form, stage, 0, row, lo, hi, key, alibi, MASKED)
     ring.weights.index(stage).store(weight)
     hand_over(stage)
     mark(Q_FREE + stage)  # lse2 came with q, and has been read as well
@@ -138,6 +144,7 @@ def values(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
     tile = my_tile(inputs, numbers, form, work)
     mine = gl.arange(0, HALF, gl.SliceLayout(1, s_l))
+    key = origin_of(inputs.terms, numbers.tq, form, tile.key0)
     dv = no_sums(form.DV, False)
     head = tile.lane * numbers.heads_each
     end_head = head + numbers.heads_each
@@ -147,18 +154,21 @@ def values(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
         row = gl.load(inputs.RUNS + run * 4)
         end = gl.load(inputs.RUNS + run * 4 + 1)
         lo, hi = bounds(inputs, form, tile.split, mine)
+        alibi = slope_of(inputs.terms, form, head)
         while run < tile.last:  # not a loop for each kind of run: see the forward
             next_row = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
             next_end = gl.load(inputs.RUNS + run * 4 + 5)
             if run < tile.split:
                 while row < end:
-                    dv = add_to_dv(numbers, ring, form, dv, count, row, lo, hi, False, s_l)
+                    dv = add_to_dv(inputs, numbers, ring, form, dv, count, row, head, lo, hi,
+                                   key, alibi, False, s_l)
                     row += HALF
                     count += 1
             else:
                 next_lo, next_hi = bounds(inputs, form, run + 1, mine)
                 while row < end:
-                    dv = add_to_dv(numbers, ring, form, dv, count, row, lo, hi, True, s_l)
+                    dv = add_to_dv(inputs, numbers, ring, form, dv, count, row, head, lo, hi,
+                                   key, alibi, True, s_l)
                     row += HALF
                     count += 1
                 lo = next_lo
@@ -237,7 +247,9 @@ def second_consumer(inputs, numbers, ring, form: gl.constexpr):
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_bwd_wide_kernel(
     Q, K, V, DO, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS, KEY_LO, KEY_HI,
+    BIAS, SLOPES, OFFSET,
     scale, tq, splits, heads_each, num_tiles, section, num_lanes, softcap,
+    tk, stride_bh, stride_bi,
     FORM: gl.constexpr,
 ):
     D: gl.constexpr = FORM.D
@@ -246,6 +258,9 @@ def hopper_bwd_wide_kernel(
     rows_l: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     # a warp writes 32 bytes in each of eight rows: these must not lie in the same banks
     weights_l: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    offset = None
+    if FORM.HAS_OFFSET:
+        offset = gl.allocate_shared_memory(gl.int32, [STAGES, HALF], rows_l)
     ring = Ring(
         q=gl.allocate_shared_memory(Q.dtype, [STAGES, HALF, 1, D], Q.layout),
         do=gl.allocate_shared_memory(DO.dtype, [STAGES, HALF, 1, FORM.DV], DO.layout),
@@ -254,6 +269,7 @@ def hopper_bwd_wide_kernel(
         weights=gl.allocate_shared_memory(gl.float32, [STAGES, HALF, HALF], weights_l),
         lse2=gl.allocate_shared_memory(gl.float32, [STAGES, HALF], rows_l),
         delta=gl.allocate_shared_memory(gl.float32, [STAGES, HALF], rows_l),
+        offset=offset,
         q_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         do_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         k_full=gl.allocate_shared_memory(gl.int64, [1], barrier),
@@ -265,8 +281,9 @@ def hopper_bwd_wide_kernel(
         mbarrier.init(ring.q_full.index(i), ARRIVALS)
         mbarrier.init(ring.do_full.index(i), ARRIVALS)
     fence_async_shared()
+    terms = Terms(BIAS, SLOPES, OFFSET, tk, stride_bh, stride_bi)
     inputs = Inputs(Q, K, V, DO, None, None, None, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS,
-                    KEY_LO, KEY_HI)
+                    KEY_LO, KEY_HI, terms)
     numbers = Numbers(scale, softcap, tq, splits, heads_each, num_tiles, section, num_lanes)
     gl.warp_specialize([
         (first_consumer, (inputs, numbers, ring, FORM)),

@@ -108,6 +108,15 @@ class BackwardForm(Constants):
     with_dq: bool = True
     """Else `hopper_bwd_dq` makes it, in a fixed order."""
     has_softcap: bool = False
+    has_bias: bool = False
+    has_alibi: bool = False
+    has_offset: bool = False
+    """Rows of ALiBi stand at keys of their own."""
+
+    @property
+    def has_terms(self) -> bool:
+        """Something is added to scores."""
+        return self.has_bias or self.has_alibi
 
     @property
     def dv(self) -> int:
@@ -135,6 +144,15 @@ class WideForm(Constants):
     """Blocks of rows in shared memory, and of weights."""
     persistent: bool = False
     has_softcap: bool = False
+    has_bias: bool = False
+    has_alibi: bool = False
+    has_offset: bool = False
+    """Rows of ALiBi stand at keys of their own."""
+
+    @property
+    def has_terms(self) -> bool:
+        """Something is added to scores."""
+        return self.has_bias or self.has_alibi
 
     @property
     def bm(self) -> int:
@@ -181,6 +199,16 @@ class QueryForm(Constants):
     """dq leaves through shared memory, in the place of its queries, by TMA."""
     persistent: bool = False
     has_softcap: bool = False
+    has_bias: bool = False
+    has_alibi: bool = False
+    has_offset: bool = False
+    """Rows of ALiBi stand at keys of their own."""
+    want_dbias: bool = False
+
+    @property
+    def has_terms(self) -> bool:
+        """Something is added to scores."""
+        return self.has_bias or self.has_alibi
 
     @property
     def short(self) -> bool:

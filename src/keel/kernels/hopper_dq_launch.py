@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from keel.kernels.flash_common import num_sms, section_heads
+from keel.kernels.flash_common import num_sms, score_tensors, section_heads
 from keel.kernels.hopper_launch import block_of, describing, on_device
 from keel.kernels.launch import Prepared, Recipe, launch
 from keel.masks import AttnMask
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from keel.kernels.hopper_common import QueryForm
 
 BLOCK_NS = (64, 128)
-WIDE_BLOCK_NS = (64,)
-"""For head dims above 128: registers hold no more."""
+SMALL_BLOCK_NS = (64,)
+"""For head dims above 128, bias and ALiBi: registers hold no more."""
 
 
 def fill_dq(
@@ -32,10 +33,14 @@ def fill_dq(
     scoring: Scoring,
     *,
     dq: torch.Tensor,
+    dbias: torch.Tensor | None = None,
     sm_margin: int = 0,
     form: QueryForm | None = None,
 ) -> Recipe:
-    """For tensors that TMA takes; dq is contiguous, lse2 and delta are (hq, tq)."""
+    """For tensors that TMA takes; dq is contiguous, lse2 and delta are (hq, tq).
+
+    dbias, in the shape of the bias and contiguous, is added to.
+    """
     from keel.kernels.hopper_bwd_dq import hopper_bwd_dq_kernel
 
     return launch(
@@ -43,10 +48,61 @@ def fill_dq(
         (mask, scoring.scale, scoring.softcap, sm_margin, form),
         {
             **{"Q": q, "K": k, "V": v, "DO": dout, "DQ": dq, "DQ_OUT": dq},
-            **{"LSE2": lse2, "DELTA": delta},
+            **{"LSE2": lse2, "DELTA": delta, "DBIAS": dbias, **score_tensors(scoring)},
         },
-        lambda: _prepare(dout, q, k, v, mask, scoring, dq, sm_margin, form),
+        lambda: _prepare(dout, q, k, v, mask, scoring, dq, dbias, sm_margin, form),
     )
+
+
+def add_dbias_in_order(
+    dbias: torch.Tensor,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse2: torch.Tensor,
+    delta: torch.Tensor,
+    mask: AttnMask,
+    scoring: Scoring,
+    sm_margin: int = 0,
+) -> None:
+    """Of a broadcast bias without atomics: one head at a time into (1, tq, tk), then plain sums."""
+    assert scoring.bias is not None
+    (tq, hq, _), (tk, hk, _) = q.shape, v.shape
+    bias, sums = scoring.bias.expand(hq, -1, -1), dbias.expand(hq, -1, -1)
+    scratch = torch.empty(tq, 1, q.shape[2], dtype=q.dtype, device=q.device)
+    for head in range(hq):
+        one, kv = slice(head, head + 1), slice(head * hk // hq, head * hk // hq + 1)
+        dlogits = torch.zeros(1, tq, tk, dtype=torch.float32, device=q.device)
+        fill_dq(
+            *(dout[:, one], q[:, one], k[:, kv], v[:, kv]),
+            *(lse2[one].clone(), delta[one].clone()),  # aligned
+            *(mask, replace(scoring, bias=bias[one])),
+            dq=scratch,
+            dbias=dlogits,
+            sm_margin=sm_margin,
+        )
+        sums[one].add_(dlogits.sum(1, keepdim=True) if dbias.shape[1] == 1 else dlogits)
+
+
+def term_flags(scoring: Scoring) -> dict[str, bool]:
+    """Of a form: what is added to scores."""
+    return {
+        "has_bias": scoring.bias is not None,
+        "has_alibi": scoring.alibi_slopes is not None,
+        "has_offset": scoring.alibi_slopes is not None and scoring.alibi_offset is not None,
+    }
+
+
+def term_numbers(scoring: Scoring, hq: int, tq: int, tk: int) -> dict[str, int]:
+    """Kernel arguments of what is added to scores; none of them where nothing is."""
+    numbers = {}
+    if scoring.bias is not None or scoring.alibi_slopes is not None:
+        numbers["tk"] = tk
+    if scoring.bias is not None:
+        heads, rows, _ = scoring.bias.expand(hq, tq, tk).stride()
+        numbers |= {"stride_bh": heads, "stride_bi": rows}
+    return numbers
 
 
 def choose_query_form(
@@ -56,9 +112,12 @@ def choose_query_form(
     *,
     out_matches: bool,
     persistent: bool,
-    has_softcap: bool = False,
+    **scores: bool,
 ) -> QueryForm:
-    """What is compiled for head dims and blocks of bn keys; out_matches: dq has q's dtype."""
+    """What is compiled for head dims and blocks of bn keys; out_matches: dq has q's dtype.
+
+    scores: has_softcap, want_dbias and those of `term_flags`.
+    """
     from keel.kernels.hopper_common import QueryForm
 
     block_d, block_dv = block_of(d), block_of(dim_v)
@@ -75,7 +134,7 @@ def choose_query_form(
         v_stages=v_stages,
         staged=out_matches,
         persistent=persistent,
-        has_softcap=has_softcap,
+        **scores,
     )
 
 
@@ -87,11 +146,16 @@ def _prepare(
     mask: AttnMask,
     scoring: Scoring,
     dq: torch.Tensor,
+    dbias: torch.Tensor | None,
     sm_margin: int,
     form: QueryForm | None,
 ) -> Prepared | None:
     (tq, hq, d), (tk, hk, dim_v) = q.shape, v.shape
-    block_ns = BLOCK_NS if max(d, dim_v) <= 128 else WIDE_BLOCK_NS
+    flags, numbers = term_flags(scoring), term_numbers(scoring, hq, tq, tk)
+    block_ns = BLOCK_NS if max(d, dim_v) <= 128 and not numbers else SMALL_BLOCK_NS
+    if dbias is not None:
+        heads, rows, _ = dbias.expand(hq, tq, tk).stride()
+        numbers |= {"stride_dbh": heads, "stride_dbi": rows}
     records = best_records(mask, block_ns if form is None else (form.bn,))
     if form is None:
         form = choose_query_form(
@@ -99,18 +163,20 @@ def _prepare(
             out_matches=dq.dtype == q.dtype,
             persistent=sm_margin > 0,
             has_softcap=scoring.softcap > 0,
+            want_dbias=dbias is not None,
+            **flags,
         )
     num_tiles = len(records.tiles)
     if num_tiles * hq == 0:
         return None
     section = section_heads(hq, hk, tk * (d + dim_v) * k.element_size(), records.work, q.device)
-    rows = ROWS // 2
+    half = ROWS // 2
     streamed = {
-        **{"Q": describing(q, (rows, form.d)), "DO": describing(dout, (rows, form.dv))},
+        **{"Q": describing(q, (half, form.d)), "DO": describing(dout, (half, form.dv))},
         **{"K": describing(k, (form.bn, form.d)), "V": describing(v, (form.bn, form.dv))},
     }
     if form.staged:
-        streamed["DQ"] = describing(dq, (rows, form.d))
+        streamed["DQ"] = describing(dq, (half, form.d))
     grid: tuple[int, ...] = (section, num_tiles, hq // section)
     if form.persistent:
         grid = (min(num_sms(q.device) - sm_margin, num_tiles * hq),)
@@ -120,7 +186,7 @@ def _prepare(
             **on_device(records, q.device),
             **{"scale": scoring.scale, "softcap": scoring.softcap, "tq": tq},
             **{"num_tiles": num_tiles, "section": section},
-            **{"num_heads": hq, "group": hq // hk, "FORM": form},
+            **{"num_heads": hq, "group": hq // hk, "FORM": form, **numbers},
         },
         num_warps=4,
         streamed=streamed,

@@ -32,12 +32,18 @@ def hopper_problem(
 ) -> str | None:
     """Why the Hopper forward cannot take these tensors; None if it can."""
     problem = machine_problem(q.device)
+    if problem is None and (scoring.bias is not None or scoring.alibi_slopes is not None):
+        problem = "bias and ALiBi are not supported"
+    return problem or tensor_problem(q, k, v)
+
+
+def tensor_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Why no Hopper kernel can take these tensors, forward or backward; None if they can."""
+    problem = machine_problem(q.device)
     if problem is not None:
         return problem
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"{q.dtype} is not supported (bf16 and fp16 are)"
-    if scoring.bias is not None or scoring.alibi_slopes is not None:
-        return "bias and ALiBi are not supported"
     if max(q.shape[2], v.shape[2]) > 256:
         return f"head dims are {q.shape[2]} and {v.shape[2]}, at most 256 are supported"
     for name, x in (("q", q), ("k", k), ("v", v)):
