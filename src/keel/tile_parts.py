@@ -192,11 +192,14 @@ def block_times(records: TileRecords, skips: bool = False) -> list[Floats]:
 
 
 def _needed_part(needs: int, half: int) -> float:
-    """How much of a partial block of two halves is computed: consumers leave out what they can."""
-    computed = 0
+    """How much of a partial block of two halves is computed: consumers leave out what they can.
+
+    To pass a block by counts as half of a half: values are added up all the same.
+    """
+    computed = 0.0
     for part in range(2):
         first, end = needs >> 16 * part & 255, needs >> 16 * part + 8 & 255
-        computed += (first <= half < end) + (first <= half + 1 < end)
+        computed += max(0.5, (first <= half < end) + (first <= half + 1 < end))
     return computed / 4
 
 

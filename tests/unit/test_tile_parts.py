@@ -212,3 +212,19 @@ def test_end_of_last():
     for times, workers in itertools.product(([5.0, 4.0, 3.0, 3.0, 3.0], [2.0]), (1, 2, 9)):
         assert end_of_last(times, workers) >= max(max(times), sum(times) / workers)
     assert end_of_last([5.0, 4.0, 3.0, 3.0, 3.0], 2) == 10.0
+
+
+@settings(max_examples=40)
+@given(attn_masks(max_tokens=400), st.sampled_from([1, 2, 8]))
+def test_any_mask_has_tiles_for_few_heads(mask, heads):
+    records, _, end = best_of_few(mask, (64, 128), heads, 132, skips=True)
+    assert (covered(records, mask).numpy() == mask.to_dense().numpy()).all()
+    assert np.isfinite(end) and end >= LAUNCH_TIME
+
+
+@pytest.mark.parametrize("slices", [[], [AttnSlice(0, 1, 0, 1)], [AttnSlice(290, 300, 0, 20)]])
+@pytest.mark.filterwarnings("error")
+def test_tiles_that_see_nothing_take_time(slices):
+    mask = AttnMask(slices, 300, 300)
+    assert all((x > 0).all() for x in block_times(best_records(mask, (128,)), skips=True))
+    assert np.isfinite(best_of_few(mask, (64, 128), 2, 132, skips=True)[2])
