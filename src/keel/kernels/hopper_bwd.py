@@ -317,23 +317,26 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
         run = tile.first
         row = gl.load(inputs.RUNS + run * 4)
         end = gl.load(inputs.RUNS + run * 4 + 1)
+        lo, hi = bounds(inputs, form, tile.split, mine)
         alibi = slope_of(inputs.terms, form, head)
         while run < tile.last:  # not a loop for each kind of run: see the forward
             next_row = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
             next_end = gl.load(inputs.RUNS + run * 4 + 5)
             if run < tile.split:
                 while row < end:
-                    dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, mine,
-                                  mine, key, alibi, False, s_l, a_l)
+                    dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, lo,
+                                  hi, key, alibi, False, s_l, a_l)
                     row += BM
                     count += 1
             else:
-                lo, hi = bounds(inputs, form, run, mine)  # not sooner: registers are scarce
+                next_lo, next_hi = bounds(inputs, form, run + 1, mine)
                 while row < end:
                     dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, lo,
                                   hi, key, alibi, True, s_l, a_l)
                     row += BM
                     count += 1
+                lo = next_lo
+                hi = next_hi
             row = next_row
             end = next_end
             run += 1
