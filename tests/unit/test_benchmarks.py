@@ -515,10 +515,12 @@ def test_pairs_alternate_and_drift_cancels() -> None:
         made.sample = sample  # type: ignore[method-assign]
         return made
 
-    ratios = max_logits.time_pairs(
-        trial("without", 1.0), trial("with", 1.002), 40, TimeBudget(None)
-    )
-    assert log[:4] == ["with", "without", "without", "with"]
+    both = [(trial(f"without {n}", 1.0), trial(f"with {n}", 1.002)) for n in range(2)]
+    ratios = max_logits.time_pairs(both, 40, TimeBudget(None))
+    turns = [f"{kind} {n}" for n in range(2) for kind in ("with", "without", "without", "with")]
+    assert log[:16] == turns * 2
+    assert [len(x.samples) for pair in both for x in pair] == [20] * 4
+    assert max_logits.pooled([both[0][0], both[1][0]]) == pytest.approx(1.0, abs=0.1)
     median, low, high = max_logits.median_interval(ratios)
     assert len(ratios) == 40
     assert median == pytest.approx(1.002, abs=1e-4)
