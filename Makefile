@@ -2,6 +2,7 @@
 #
 #   make test PYTHON=python3.12    another interpreter (3.11 or newer)
 #   make test JOBS=8               more test processes
+#   make spills TRITON=3.6.0       another Triton than the one of .venv
 #
 # On Linux, PyPI's torch comes with the CUDA libraries (gigabytes). For the small CPU build:
 #
@@ -9,6 +10,7 @@
 
 PYTHON ?= python3
 JOBS ?= 2
+TRITON ?= 3.6.0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,7 +23,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint docs bench clean
+.PHONY: help demo test lint spills docs bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -44,6 +46,10 @@ lint: $(STAMP) ## check style, types and layers
 	@$(BIN)/mypy
 	@echo "[keel] import layers"
 	@$(BIN)/lint-imports
+
+spills: $(STAMP) ## compile the Hopper kernels with another Triton, and look for spills
+	@$(PIP) install --no-deps --upgrade --target build/triton-$(TRITON) triton==$(TRITON)
+	@PYTHONPATH=build/triton-$(TRITON) $(BIN)/python -m pytest -v tests/kernels/test_compile.py -k spill
 
 docs: $(STAMP) ## build the documentation; a warning is an error
 	@$(BIN)/python -m sphinx -b html -W --keep-going -n -q -d build/doctrees docs build/docs

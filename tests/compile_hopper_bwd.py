@@ -185,6 +185,7 @@ def main() -> None:
     for form, dtype in FEW if sys.argv[1:] == ["few"] else FEW + MORE:
         compiled = compile_form(form, dtype)
         line = {"form": type(form).__name__} | dataclasses.asdict(form) | {"dtype": dtype}
+        line["triton"] = triton.__version__
         line |= resources(compiled)
         loops = sorted(len(body) for body in loops_of(compiled))
         line |= {"loops": loops, "loop_spills": spills_in_loops(compiled)}
