@@ -310,22 +310,30 @@ def in_backward() -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """What Gluon called otherwise until Triton 3.7; imported when somebody asks."""
+    """What Gluon has called otherwise; imported when somebody asks."""
     if name == "tma_add":
         return _tma_add()
     if name == "thread_barrier":
         from triton.experimental.gluon import language
 
         return language.barrier if hasattr(language, "barrier") else language.thread_barrier
+    if name == "reinterpreted":  # (shared memory, dtype, shape, layout); a method since Triton 3.9
+        from triton.experimental.gluon import language
+
+        kind = language.shared_memory_descriptor
+        return kind.reinterpret if hasattr(kind, "reinterpret") else kind._reinterpret
     spellings = {
-        "tma_load": ("async_load", "async_copy_global_to_shared"),
-        "tma_store": ("async_store", "async_copy_shared_to_global"),
+        "tma_load": ("tma", "async_load", "async_copy_global_to_shared"),
+        "tma_store": ("tma", "async_store", "async_copy_shared_to_global"),
+        "copy_async": ("async_copy", "async_load", "async_copy_global_to_shared"),
     }
     if name not in spellings:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from triton.experimental.gluon.language.nvidia.hopper import tma
+    from triton.experimental.gluon.language.nvidia import hopper
 
-    return next(getattr(tma, n) for n in spellings[name] if hasattr(tma, n))
+    where, *names = spellings[name]
+    module = getattr(hopper, where)
+    return next(getattr(module, n) for n in names if hasattr(module, n))
 
 
 @functools.cache

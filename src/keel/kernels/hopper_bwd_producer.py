@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from keel._versions import tma_load
+from keel._versions import copy_async, tma_load
 from keel.kernels.hopper_common import FIELDS, place_of, wait_for, work_of
 from keel.kernels.hopper_common import PART as HALF
 from keel.kernels.hopper_terms import TERM_NUMBERS
@@ -95,7 +95,7 @@ def my_tile(inputs, numbers, form: gl.constexpr, work):
 @gluon.jit
 def bring_numbers(POINTER, place, there, stage, full):
     """Row vectors of a block, zeros where there are no rows."""
-    async_copy.async_copy_global_to_shared(stage, POINTER + place, mask=there)
+    copy_async(stage, POINTER + place, mask=there)
     async_copy.mbarrier_arrive(full, increment_count=False)
 
 
@@ -104,7 +104,7 @@ def bring_q(inputs, ring, form: gl.constexpr, stage, row, head, place, there):
     full = ring.q_full.index(stage)
     if form.HAS_OFFSET:  # the arrival of the other numbers tells of these as well
         rows = row + gl.arange(0, form.BM, gl.BlockedLayout([1], [32], [1], [0]))
-        async_copy.async_copy_global_to_shared(
+        copy_async(
             ring.offset.index(stage), inputs.terms.OFFSET + rows, mask=there)
     mbarrier.expect(full, form.BM * form.D * 2)
     tma_load(inputs.q, [row, head, 0], full, ring.q.index(stage))

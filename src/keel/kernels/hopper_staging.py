@@ -12,6 +12,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from keel._versions import reinterpreted
 from keel.kernels.hopper_common import PART
 
 # fmt: off
@@ -31,7 +32,7 @@ def store_turned(place, x):
     odd = ((rows & 1) == 1)[:, None, None]
     turned = gl.join(gl.where(odd, high, low), gl.where(odd, low, high)).permute((0, 1, 3, 2))
     turned = gl.convert_layout(turned.reshape([PART, PART]), x.type.layout)
-    place._reinterpret(gl.float32, [PART, PART], TURNED).store(turned)
+    reinterpreted(place, gl.float32, [PART, PART], TURNED).store(turned)
 
 
 # fmt: on
