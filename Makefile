@@ -15,6 +15,7 @@ TRITON ?= 3.6.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+OTHER := build/triton-$(TRITON)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 # worksteal, not loadfile: a few heavily parametrized files hold most of the time, and a file
@@ -36,6 +37,8 @@ test: lint ## lint, then all tests (GPU tests are skipped where there is no GPU)
 	@$(PYTEST) tests --ignore=tests/kernels
 	@echo "[keel] kernel tests in the Triton interpreter"
 	@TRITON_INTERPRET=1 $(PYTEST) tests/kernels
+	@if $(MAKE) --no-print-directory $(OTHER); then $(MAKE) --no-print-directory spills; \
+		else echo "[keel] Triton $(TRITON) cannot be installed here: no kernel compiled with it"; fi
 
 lint: $(STAMP) ## check style, types and layers
 	@echo "[keel] ruff check"
@@ -47,9 +50,9 @@ lint: $(STAMP) ## check style, types and layers
 	@echo "[keel] import layers"
 	@$(BIN)/lint-imports
 
-spills: $(STAMP) ## compile the Hopper kernels with another Triton, and look for spills
-	@$(PIP) install --no-deps --upgrade --target build/triton-$(TRITON) triton==$(TRITON)
-	@PYTHONPATH=build/triton-$(TRITON) $(BIN)/python -m pytest -v tests/kernels/test_compile.py -k spill
+spills: $(STAMP) $(OTHER) ## compile the Hopper kernels with another Triton, and look for spills
+	@echo "[keel] Hopper kernels compiled with Triton $(TRITON)"
+	@PYTHONPATH=build/triton-$(TRITON) $(PYTEST) tests/kernels/test_compile.py -k spill
 
 docs: $(STAMP) ## build the documentation; a warning is an error
 	@$(BIN)/python -m sphinx -b html -W --keep-going -n -q -d build/doctrees docs build/docs
@@ -62,6 +65,11 @@ clean: ## remove .venv, caches, build output and the demo's runs
 	@echo "[keel] removing $(VENV), caches, build output and the demo's runs"
 	@rm -rf $(VENV) build dist benchmarks/out runs/bench runs/demo .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(OTHER): $(STAMP)
+	@echo "[keel] installing Triton $(TRITON) beside that of $(VENV)"
+	@$(PIP) install --no-deps --upgrade --target build/triton-$(TRITON) triton==$(TRITON)
+	@touch $@
 
 # torch goes first and alone, so that a CPU build at hand is taken and then kept. PIP_CONSTRAINT
 # (older pip) and PIP_BUILD_CONSTRAINT (newer pip) hold the pins in the isolated build as well.

@@ -4,7 +4,7 @@ checked against. A few hundred rows at a time, so that 64k tokens fit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from attention_masks import Problem
@@ -25,7 +25,10 @@ class Exact:
         dout: torch.Tensor | None,
         *,
         key_head: int,
+        added: Callable[[slice, slice], torch.Tensor] | None = None,
     ) -> None:
+        """added: from rows and keys to what these heads' logits have on top, (group, rows, keys)
+        or broadcastable to it."""
         group = qkv[0].shape[1] // qkv[1].shape[1]
         self.q_heads = slice(key_head * group, (key_head + 1) * group)
         self.k_heads = slice(key_head, key_head + 1)
@@ -41,7 +44,10 @@ class Exact:
             keys = slice(int(start[rows].min()), int(end[rows].max()))
             place = torch.arange(keys.start, keys.stop, device=q.device)
             seen = (place >= start[rows, None]) & (place < end[rows, None])
-            scores = (q[:, rows] @ k[keys].T * scale).masked_fill_(~seen, -torch.inf)
+            scores = q[:, rows] @ k[keys].T * scale
+            if added is not None:
+                scores += added(rows, keys)
+            scores.masked_fill_(~seen, -torch.inf)
             top = torch.maximum(top, scores.amax((1, 2)))
             prob = scores.softmax(-1)
             out[:, rows] = prob @ v[keys]

@@ -217,7 +217,7 @@ SECTIONS: dict[str, Callable[[Path, Sequence[Line], Path], str]] = {
     "max_logits.csv": max_logits_section,
     "backward_ways.csv": plain_section(
         "The backward in other ways",
-        ("mask", "tokens", "hq", "hk", "d", "way", "ms", "of_plain", "tflops", "error"),
+        ("mask", "tokens", "hq", "hk", "d", "terms", "way", "ms", "of_plain", "tflops", "error"),
     ),
     "short_rows.csv": plain_section(
         "Few queries, many keys: query heads packed into tiles and apart",

@@ -1,12 +1,13 @@
 """Compiles the Hopper kernels without a GPU, and reads registers and spills.
 
-python tests/compile_hopper.py
+python tests/compile_hopper.py whole|others
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from typing import Any
 
 import triton
@@ -17,14 +18,17 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from keel.kernels import hopper_fwd
 from keel.kernels.hopper_common import Form
-from keel.kernels.hopper_launch import block_ns, choose_form
+from keel.kernels.hopper_launch import block_ns, choose_form, compile_options
 
 FLOATS = {"LSE", "MAX_LOGITS", "SINK", "PARTS"}
 OF_CUTS = {"PARTS", "MEETINGS", "SHARES"}
 
 
-def forms() -> list[Form]:
-    """Every head dim with each of its blocks; then the options, where registers are scarce."""
+def forms(which: str) -> list[Form]:
+    """Of whole tiles or of others: every head dim with each of its blocks; then the options, where
+    registers are scarce."""
+    if which == "others":
+        return [*cuts(), *packed()]
     plain = [
         choose_form(d, dv, bn, out_matches=True, want_max=True)
         for d, dv in ((64, 64), (128, 128), (192, 128), (256, 256))
@@ -36,8 +40,6 @@ def forms() -> list[Form]:
         choose_form(128, 128, 128, out_matches=False, want_max=True, accumulate=True),
         choose_form(96, 96, 128, out_matches=True, want_max=False),
         *three_consumers(),
-        *cuts(),
-        *packed(),
     ]
 
 
@@ -113,13 +115,14 @@ def signature(form: Form) -> tuple[dict[str, str], dict, dict]:
 
 
 def main() -> None:
-    for form in forms():
+    for form in forms(sys.argv[1]):
         types, constants, aligned = signature(form)
         source = GluonASTSource(
             hopper_fwd.hopper_fwd_kernel, types, constexprs=constants, attrs=aligned
         )
         target = GPUTarget("cuda", 90, 32)
-        compiled = triton.compile(source, target=target, options={"num_warps": 4})
+        options = {"num_warps": 4, "enable_fp_fusion": True, **compile_options(form)}
+        compiled = triton.compile(source, target=target, options=options)
         line = dataclasses.asdict(form) | resources(compiled)
         line["loop_spills"] = spills_in_loops(compiled)
         print(json.dumps(line), flush=True)

@@ -178,7 +178,7 @@ def compile_form(form: AnyForm, dtype: str = "bf16") -> Any:
     types, constants, aligned = signature(kernel, form, dtype)
     source = GluonASTSource(kernel, types, constexprs=constants, attrs=aligned)
     target = GPUTarget("cuda", 90, 32)
-    return triton.compile(source, target=target, options={"num_warps": 4})
+    return triton.compile(source, target=target, options={"num_warps": 4, "enable_fp_fusion": True})
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 
 from keel.kernels import (
     barrier,
+    clip_heads,
     flash_bwd,
     flash_fwd,
     gram,
@@ -38,11 +39,11 @@ from keel.kernels.softmax_common import RowConfig, shape_constants
 POINTERS_16 = {"Q", "K", "V", "OUT", "DOUT", "DK", "DVAL", "DQ", "X", "Y", "DY", "DX"}
 POINTERS_16 |= {"TARGET_LIKE"}
 POINTERS_32F = {"LSE", "LSE2", "DELTA", "SINK", "SLOPES", "DBIAS", "BIAS", "DLSE", "MAX_LOGITS"}
-POINTERS_32F |= {"FACTOR", "SOURCE_LIKE"}
-POINTERS_64 = {"TARGET", "SOURCE", "STATE", "ALL_MISSES", "RECORD", "FLAG"}
+POINTERS_32F |= {"FACTOR", "SOURCE_LIKE", "TOP", "GAMMA", "LARGEST", "POWER"}
+POINTERS_64 = {"TARGET", "SOURCE", "STATE", "ALL_MISSES", "RECORD", "FLAG", "CLIPS", "PLACE"}
 POINTERS_8 = {"MASK"}
 POINTERS_16 |= {"A", "B", "C", "D"}
-FLOATS = {"scale", "softcap", "alpha", "beta", "diagonal"}
+FLOATS = {"scale", "softcap", "alpha", "beta", "diagonal", "tau"}
 OPTIONS = {"HAS_BIAS", "HAS_SOFTCAP", "HAS_ALIBI"}
 POINTER_OF = {
     **{"BIAS": "HAS_BIAS", "DBIAS": "WANT_DBIAS", "SLOPES": "HAS_ALIBI", "OFFSET": "HAS_OFFSET"},
@@ -98,6 +99,7 @@ def compile_variant(
         "num_warps": config.num_warps,
         "num_stages": getattr(config, "num_stages", 3),
         "maxnreg": getattr(config, "max_registers", None),
+        "enable_fp_fusion": True,
     }
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
@@ -325,6 +327,8 @@ def clip_variants(arch: int):
         constants = {"BLOCK": row_scale.BLOCK, "SPLITS": row_scale.SPLITS}
         constants |= {"ALIGNED": True, "COPY": copy}
         yield row_scale.row_scale_kernel, constants, TileConfig(1, row_scale.BLOCK, 4, 3)
+    block = clip_heads.BLOCK
+    yield clip_heads.clip_heads_kernel, {"BLOCK": block}, TileConfig(1, block, 4, 3)
 
 
 def overlap_variants(arch: int):

@@ -237,6 +237,18 @@ def c_launcher(compiled: Any, grid: Sequence[int]) -> CLauncher | None:
     return CLauncher(run, driver.make_tensordesc_arg, forms)
 
 
+def for_few_registers() -> dict[str, Any]:
+    """Options of a launch for which LLVM orders instructions so that few registers are needed.
+
+    Triton 3.9 has such an option, and needs it: it copies operands of products that are in
+    registers, and its ptxas, 13.4, keeps many of the copies, where older ones see that nobody
+    needs them.
+    """
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    return {"sched4reg": True} if "sched4reg" in CUDAOptions.__dataclass_fields__ else {}
+
+
 @functools.cache
 def _triton_runtime() -> Any:
     from triton import knobs

@@ -107,6 +107,35 @@ def test_rows_as_by_plain_torch(dtype: torch.dtype, master: bool) -> None:
         assert torch.equal((wide or narrow)[n][kept], before[kept])
 
 
+@pytest.mark.parametrize("alpha", [0.5, 0.3])
+def test_one_launch_does_what_torch_does(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gammas, counts and largest logits bit by bit, and weights to rounding."""
+    nan, inf = float("nan"), float("inf")
+    numbers = torch.Generator("cuda").manual_seed(3)
+    tops = [torch.rand(8, device="cuda", generator=numbers) * 30 for _ in range(4)]
+    tops[1][:4] = torch.tensor([nan, inf, -inf, 0.0], device="cuda")
+
+    def steps(in_one_launch: bool) -> list[torch.Tensor]:
+        narrow, _, spec = attention(torch.float32, False)
+        clip = QKClip([spec], tau=10.0, alpha=alpha)
+        seen = []
+        for n, top in enumerate(tops):
+            clip.observe("only", top)
+            metrics = clip.step(found_inf=torch.full((1,), float(n == 2), device="cuda"))
+            assert metrics is not None and clip._program is not None
+            assert clip._program.in_one_launch is (in_one_launch or n == 0)
+            clip._program.in_one_launch = in_one_launch
+            seen += [metrics.gamma, metrics.max_logits]
+        return [*(x.detach() for x in narrow), *seen, *clip.state_dict()["layers"]["only"].values()]
+
+    one, many = steps(True), steps(False)
+    for a, b in zip(one[:2], many[:2], strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=0)
+    for a, b in zip(one[2:], many[2:], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    assert int(one[-2].sum()) > 8
+
+
 @pytest.mark.parametrize("d", [64, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_max_logits_by_the_kernel(dtype: torch.dtype, d: int) -> None:

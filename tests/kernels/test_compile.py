@@ -59,21 +59,26 @@ def test_kernels_compile_and_fit(arch):
     observed = [v for v in everything if v["kernel"] == "observed_fwd_kernel"]
     assert len(observed) == 2 and not [v for v in observed if v["loop_spills"]]
     assert {"mark_kernel", "wait_kernel"} <= {v["kernel"] for v in everything}
-    clip = [v for v in everything if v["kernel"] in ("qk_max_kernel", "row_scale_kernel")]
-    assert len(clip) == 6 and {v["d"] for v in clip} == {None, 64, 128, 192, 256}
+    of_clip = ("qk_max_kernel", "row_scale_kernel", "clip_heads_kernel")
+    clip = [v for v in everything if v["kernel"] in of_clip]
+    assert len(clip) == 7 and {v["d"] for v in clip} == {None, 64, 128, 192, 256}
     assert not [
         v for v in clip if v["LOCAL"] or v["loop_spills"] or v["shared"] > SHARED_LIMIT[arch]
     ]
 
 
-def test_hopper_kernels_do_not_spill():
-    variants = compiled("compile_hopper.py")
+@pytest.mark.parametrize("which", ["whole", "others"])
+def test_hopper_kernels_do_not_spill(which):
+    variants = compiled("compile_hopper.py", which)
     assert {(v["d"], v["bn"]) for v in variants} >= {(64, 128), (128, 64), (128, 128), (256, 64)}
-    assert {v["bn"] for v in variants if v["consumers"] == 3} == {64, 128}
-    assert {v["pack"] for v in variants if v["cuts"]} >= {1, 4, 8, 16, 64}
+    if which == "whole":
+        assert {v["bn"] for v in variants if v["consumers"] == 3} == {64, 128}
+    else:
+        assert {v["pack"] for v in variants if v["cuts"]} >= {1, 4, 8, 16, 64}
     for v in variants:
         assert v["shared"] <= SHARED_LIMIT[90], v
-        assert v["loop_spills"] == 0, v
+    spilling = [v for v in variants if v["loop_spills"]]
+    assert not spilling, spilling
 
 
 def allowed_spills(variant: dict) -> int:
@@ -94,8 +99,9 @@ def test_hopper_backward_does_not_spill():
         assert {v[option] for v in variants if option in v} == {True, False}
     for v in variants:
         assert v["shared"] <= SHARED_LIMIT[90], v
-        assert v["loop_spills"] <= allowed_spills(v), v
         # two consumers, with masks and without; of wide heads one alone knows of masks
         assert len(v["loops"]) == (3 if v["form"] == "WideForm" else 4), v
         # TMA begins at multiples of 16 bytes in the last dimension: rows must not be that one
         assert v["copies"] == ["3d"], v
+    spilling = [v for v in variants if v["loop_spills"] > allowed_spills(v)]
+    assert not spilling, spilling

@@ -131,6 +131,21 @@ def test_exact_is_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         torch.testing.assert_close(exact.max_logits, top[exact.q_heads].detach())
 
 
+def test_chunks_of_the_exact_reference_know_what_logits_have_on_top(monkeypatch) -> None:
+    monkeypatch.setattr("exact.SCORES_AT_ONCE", 3 * 300 * 37)
+    problem = MASKS["vcausal"](300)
+    qkv, dout = _tensors(300, 6, 2, 16)
+    bias = torch.randn(6, 300, 300, dtype=torch.float64)
+    wide = [x.detach().double().requires_grad_() for x in qkv]
+    out, _, top = reference.attention(*wide, problem.mask, Scoring(scale=0.25, bias=bias))
+    grads = torch.autograd.grad(out, wide, dout.double())
+    added = lambda rows, keys: bias[3:, rows, keys]  # noqa: E731
+    exact = Exact(problem, qkv, dout, key_head=1, added=added)
+    assert exact.error("forward", [out]) < 1e-9
+    assert exact.error("backward", grads) < 1e-9
+    torch.testing.assert_close(exact.max_logits, top[exact.q_heads].detach())
+
+
 def test_errors_are_seen() -> None:
     problem = MASKS["causal"](640)
     qkv, _ = _tensors(640, 4, 2, 16)

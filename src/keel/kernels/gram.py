@@ -186,6 +186,7 @@ def symmetric_product(
             *(a.stride(0), a.stride(1), b.stride(0), b.stride(1)),
             *((0, 0) if c is None else (c.stride(0), c.stride(1))),
             *(d.stride(0), d.stride(1)),
+            enable_fp_fusion=True,
             BM=config.block_m,
             BN=config.block_n,
             BK=config.block_k,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from keel._versions import constant_in_traces, launch_stream
+from keel._versions import constant_in_traces, for_few_registers, launch_stream
 from keel.kernels import flash_fwd
 from keel.kernels.flash_common import compute_capability, num_sms, section_heads
 from keel.kernels.hopper_tiles import Tiles, may_pack, meetings, tiles_for
@@ -137,6 +137,11 @@ def choose_form(
         pack=pack,
         **options,
     )
+
+
+def compile_options(form: Form) -> dict[str, Any]:
+    """Of forms whose loops would spill without them; others are not to be ordered by registers."""
+    return for_few_registers() if form.consumers == 3 or form.cuts else {}
 
 
 def can_pack(d: int, dv: int) -> bool:
@@ -296,6 +301,7 @@ def _prepare(
             **{"stride_ot": out.stride(0), "stride_oh": out.stride(1)},
         },
         num_warps=4,
+        options=compile_options(form),
         streamed=streamed,
         left_out=(*left_out, *(("PARTS", "MEETINGS") if cut is None else ())),
         numbers_between=_numbers_between(tiles, q, v),

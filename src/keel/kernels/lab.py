@@ -258,5 +258,6 @@ def _start(kernel: Any, prepared: Prepared, tensors: Tensors, **options: Any) ->
         *(arguments[name] for name in kernel.arg_names),
         num_warps=prepared.num_warps,
         num_stages=prepared.num_stages,
+        enable_fp_fusion=True,
         **options,
     )

@@ -45,6 +45,8 @@ class Prepared:
     num_stages: int = 3
     max_registers: int | None = None
     """Per thread; fewer let more programs run side by side."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """More of what Triton's compiler is told."""
     streamed: dict[str, Callable[[torch.Tensor], Any]] = field(default_factory=dict)
     """Tensors to pass as TMA descriptors, and what makes one."""
     left_out: tuple[str, ...] = ()
@@ -165,6 +167,8 @@ class Recipe:
             num_warps=self.prepared.num_warps,
             num_stages=self.prepared.num_stages,
             maxnreg=self.prepared.max_registers,
+            enable_fp_fusion=True,  # Triton 3.9 says that its default will change
+            **self.prepared.options,
         )
         if INTERPRETED:
             return

@@ -16,7 +16,7 @@ from keel.kernels.launch import Prepared, launch
 
 BLOCK = 2048
 """Elements that a program takes at a time."""
-SPLITS = 4
+SPLITS = 6
 """Programs for each run: more of them finish a clipped head sooner, fewer an idle step."""
 
 # fmt: off

@@ -13,7 +13,7 @@ from keel.optim.clip_table import ClipTable, Factors, Gqa
 from keel.optim.local_rows import local_tensor, row_stages
 from keel.optim.logit_stats import Group, group_of
 from keel.optim.replay import Replay
-from keel.optim.row_scaling import RowScaler, ScaledTensor
+from keel.optim.row_scaling import RowScaler, ScaledTensor, can_use_triton
 
 Tensor = torch.Tensor
 MasterOf = Callable[[Tensor], Tensor | None]
@@ -39,6 +39,7 @@ class ClipProgram:
             dtype = torch.promote_types(dtype, top.dtype)
         self.group = group_of(group)
         self.zero = torch.zeros(1, device=self.device)
+        self.one = torch.ones(1, dtype=dtype, device=self.device)
         self.lowest = [torch.full_like(top, -torch.inf) for top in tops]
         self.packed: Tensor | None = None
         """(heads + 1,): the step's maxima and its flag, where a recorded step looks for them."""
@@ -64,6 +65,8 @@ class ClipProgram:
             first_place += spec.num_heads
         self.factors: Factors = table.on(self.device, dtype)
         self.scaler = RowScaler(parts, self.device)
+        self.in_one_launch = can_use_triton(self.device) and self.factors.of_one_gamma_each
+        """Whether a kernel makes gammas, counts and factors; else torch does."""
 
     def _parts(
         self,

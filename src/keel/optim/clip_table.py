@@ -86,26 +86,31 @@ class ClipTable:
         return self._entries.setdefault((one, other), len(self._entries))
 
     def on(self, device: torch.device, dtype: torch.dtype) -> Factors:
-        return Factors(list(self._entries), list(self._minima), device, dtype)
+        entries, minima = list(self._entries), list(self._minima)
+        return Factors(self.num_heads, entries, minima, device, dtype)
 
 
 class Factors:
-    """A finished table on its device."""
+    """A finished table on its device, and the gammas that it is read with."""
 
     def __init__(
         self,
+        num_heads: int,
         entries: list[tuple[Term, Term]],
         minima: list[tuple[int, ...]],
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._one = torch.ones(1, dtype=dtype, device=device)
+        self._base = torch.ones(1 + num_heads + len(minima), dtype=dtype, device=device)
+        self.gammas = self._base[1 : 1 + num_heads]
+        """(heads,), to be written to: it stands among the numbers that `now` looks up."""
+        self._smallest = self._base[1 + num_heads :]
         self._members = None
         if minima:  # rows of unequal length are filled up with place 0, which holds 1
             width = max(map(len, minima))
             filled = [[*members, *[0] * (width - len(members))] for members in minima]
             self._members = torch.tensor(filled, device=device)
-        self._terms = [
+        self.terms = [  # (places, powers) of all entries
             (
                 torch.tensor([entry[n][0] for entry in entries], device=device),
                 torch.tensor([entry[n][1] for entry in entries], dtype=dtype, device=device),
@@ -113,13 +118,17 @@ class Factors:
             for n in range(2 if minima else 1)
         ]
 
-    def of(self, gammas: torch.Tensor) -> torch.Tensor:
-        """(entries,) from (heads,)."""
-        base = torch.cat([self._one, gammas])
+    @property
+    def of_one_gamma_each(self) -> bool:
+        """Whether every factor is a power of one head's gamma, in single precision."""
+        return self._members is None and self._base.dtype == torch.float32
+
+    def now(self) -> torch.Tensor:
+        """(entries,) from the gammas as they are."""
         if self._members is not None:
-            base = torch.cat([base, base[self._members].amin(1)])
-        places, powers = self._terms[0]
-        factors = base[places].pow(powers)
-        for places, powers in self._terms[1:]:
-            factors = factors * base[places].pow(powers)
+            torch.amin(self._base[self._members], 1, out=self._smallest)
+        places, powers = self.terms[0]
+        factors = self._base[places].pow(powers)
+        for places, powers in self.terms[1:]:
+            factors = factors * self._base[places].pow(powers)
         return factors

@@ -234,20 +234,29 @@ class QKClip:
             program.packed = torch.empty_like(packed)
         program.packed.copy_(packed)
         key = (self._tau, apply, *(x.data_ptr() for x in tops))
-        top, gamma = program.replay.run(key, lambda: self._clip(program, tops, apply))
-        self.metrics = ClipMetrics(program.names, program.sizes, top, gamma)
+        program.replay.run(key, lambda: self._clip(program, tops, apply))
+        gamma = program.factors.gammas.clone()  # the next step writes there
+        self.metrics = ClipMetrics(program.names, program.sizes, packed[:-1], gamma)
         return self.metrics
 
-    def _clip(self, program: ClipProgram, tops: list[Tensor], apply: bool) -> tuple[Tensor, Tensor]:
+    def _clip(self, program: ClipProgram, tops: list[Tensor], apply: bool) -> None:
         """What follows once maxima are known; the same launches at every step."""
         assert program.packed is not None
-        top, skipped = program.packed[:-1].clone(), program.packed[-1:]
-        gamma = _gamma(top, self._tau, skipped)
-        if apply:
-            program.scaler.scale(program.factors.of(gamma))
-            self._counts.add(gamma, top)
+        top, skipped = program.packed[:-1], program.packed[-1:]
+        gamma = program.factors.gammas
+        if apply and program.in_one_launch and self._counts.are_all_here:
+            from keel.kernels.clip_heads import clip_heads
+
+            places, powers = program.factors.terms[0]
+            state = {"gamma": gamma, "clips": self._counts.clips, "largest": self._counts.largest}
+            factors = clip_heads(program.packed, self._tau, places=places, powers=powers, **state)
+            program.scaler.scale(factors)
+        else:
+            _gamma(top, self._tau, skipped, program.one, out=gamma)
+            if apply:
+                program.scaler.scale(program.factors.now())
+                self._counts.add(gamma, top)
         torch._foreach_copy_(tops, program.lowest)  # in place: captured graphs go on writing there
-        return top, gamma
 
     @torch.no_grad()
     def skip(self) -> None:
@@ -322,6 +331,11 @@ class _Counts:
             places = [n for here in program.places for n in here]
             self._places = torch.tensor(places, device=program.device)
 
+    @property
+    def are_all_here(self) -> bool:
+        """Whether every head is known to the program that is followed."""
+        return self._places is None
+
     def add(self, gamma: Tensor, top: Tensor) -> None:
         clips, top = gamma < 1, top.to(self.largest.dtype)
         if self._places is None:
@@ -341,14 +355,14 @@ class _Counts:
         }
 
 
-def _gamma(top: Tensor, tau: float, skipped: Tensor) -> Tensor:
+def _gamma(top: Tensor, tau: float, skipped: Tensor, one: Tensor, *, out: Tensor) -> None:
     """min(1, tau / top), and 1 where top is no positive number or the step was skipped.
 
     Few operations, since each is a launch. A quotient is 1 up to tau, NaN for NaN and 0 for
     infinity; the last two are not above 0, and nothing is above 1.
     """
     quotient = torch.div(torch.tensor(tau, dtype=top.dtype), top.clamp_min(tau))
-    return torch.where(quotient > skipped, quotient, 1.0)
+    torch.where(quotient > skipped, quotient, one, out=out)
 
 
 def _why(spec: LayerSpec) -> str:

@@ -6,8 +6,6 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-Tensor = torch.Tensor
-
 
 class Replay:
     """Runs the same work over and over; from the third time on with a single launch.
@@ -21,28 +19,28 @@ class Replay:
         self._key: Hashable = None
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._results: tuple[Tensor, ...] = ()
 
-    def run(self, key: Hashable, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What `work()` returns, in tensors of the caller's own.
+    def run(self, key: Hashable, work: Callable[[], None]) -> None:
+        """Does what `work()` does, which leaves its results in tensors that stay where they are.
 
         key: all that work depends on but the contents of tensors: addresses, numbers, flags.
         """
         if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return work()
+            work()
+            return
         if key != self._key:
             self._key, self._calls, self._graph = key, 0, None
         self._calls += 1
         if self._calls == 1:
-            return work()
+            work()
+            return
         with torch.cuda.device(self._device):
             if self._graph is None:
                 self._record(work)
             assert self._graph is not None
             self._graph.replay()
-            return tuple(x.clone() for x in self._results)
 
-    def _record(self, work: Callable[[], tuple[Tensor, ...]]) -> None:
+    def _record(self, work: Callable[[], None]) -> None:
         """Records on a stream beside the caller's; other threads may go on allocating."""
         graph, caller = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         beside = torch.cuda.Stream()
@@ -50,7 +48,7 @@ class Replay:
         with torch.cuda.stream(beside):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self._results = work()
+                work()
             finally:
                 graph.capture_end()
         caller.wait_stream(beside)

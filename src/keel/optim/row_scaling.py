@@ -36,7 +36,7 @@ class RowScaler:
     def __init__(self, parts: Sequence[ScaledTensor], device: torch.device, backend: str = "auto"):
         parts = [p for p in parts if p.tensor.numel() and p.entries.any()]
         with_kernel: list[ScaledTensor] = []
-        if backend == "triton" or (backend == "auto" and _can_use_triton(device)):
+        if backend == "triton" or (backend == "auto" and can_use_triton(device)):
             with_kernel = [p for p in parts if _is_dense(p)]
         in_torch = [p for p in parts if not any(p is q for q in with_kernel)]
         self._torch = _InTorch(in_torch, device) if in_torch else None
@@ -135,5 +135,6 @@ def _is_dense(part: ScaledTensor) -> bool:
 
 
 @functools.cache
-def _can_use_triton(device: torch.device) -> bool:
+def can_use_triton(device: torch.device) -> bool:
+    """Whether kernels run there."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
