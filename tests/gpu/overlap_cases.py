@@ -53,9 +53,7 @@ def report_of_a_forward(rank: int, degree: int, variables: dict[str, str]) -> di
         torch.cuda.synchronize()
         with measure() as report:
             dist.barrier()  # starting a profiler takes one process longer than the other
-            for _ in range(
-                8
-            ):  # as in training the host is ahead; else its launches are what is seen
+            for _ in range(8):  # as in training, the host is ahead: its launches are not the point
                 torch.mm(before, before)
             calc_attn(q, k, v, key, overlap=overlap)
     (mine,) = report.ranks
