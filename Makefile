@@ -2,7 +2,7 @@
 #
 #   make test PYTHON=python3.12    another interpreter (3.11 or newer)
 #   make test JOBS=8               more test processes
-#   make spills TRITON=3.6.0       another Triton than the one of .venv
+#   make spills TRITON=3.8.0       another Triton than 3.6.0, which make test takes as well
 #
 # On Linux, PyPI's torch comes with the CUDA libraries (gigabytes). For the small CPU build:
 #
@@ -32,7 +32,7 @@ help: ## show this list
 demo: $(STAMP) ## check attention, then train with and without QK-Clip (a few minutes)
 	@$(BIN)/keel demo
 
-test: lint ## lint, then all tests (GPU tests are skipped where there is no GPU)
+test: lint ## lint, then all tests (GPU tests are skipped where there is no GPU), and `spills`
 	@echo "[keel] tests"
 	@$(PYTEST) tests --ignore=tests/kernels
 	@echo "[keel] kernel tests in the Triton interpreter"
@@ -66,7 +66,7 @@ clean: ## remove .venv, caches, build output and the demo's runs
 	@rm -rf $(VENV) build dist benchmarks/out runs/bench runs/demo .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(OTHER): $(STAMP)
+$(OTHER): | $(STAMP)
 	@echo "[keel] installing Triton $(TRITON) beside that of $(VENV)"
 	@$(PIP) install --no-deps --upgrade --target build/triton-$(TRITON) triton==$(TRITON)
 	@touch $@

@@ -39,11 +39,11 @@ from keel.kernels.softmax_common import RowConfig, shape_constants
 POINTERS_16 = {"Q", "K", "V", "OUT", "DOUT", "DK", "DVAL", "DQ", "X", "Y", "DY", "DX"}
 POINTERS_16 |= {"TARGET_LIKE"}
 POINTERS_32F = {"LSE", "LSE2", "DELTA", "SINK", "SLOPES", "DBIAS", "BIAS", "DLSE", "MAX_LOGITS"}
-POINTERS_32F |= {"FACTOR", "SOURCE_LIKE", "TOP", "GAMMA", "LARGEST", "POWER"}
+POINTERS_32F |= {"FACTOR", "SOURCE_LIKE", "TOP", "TAU", "GAMMA", "LARGEST", "POWER"}
 POINTERS_64 = {"TARGET", "SOURCE", "STATE", "ALL_MISSES", "RECORD", "FLAG", "CLIPS", "PLACE"}
 POINTERS_8 = {"MASK"}
 POINTERS_16 |= {"A", "B", "C", "D"}
-FLOATS = {"scale", "softcap", "alpha", "beta", "diagonal", "tau"}
+FLOATS = {"scale", "softcap", "alpha", "beta", "diagonal"}
 OPTIONS = {"HAS_BIAS", "HAS_SOFTCAP", "HAS_ALIBI"}
 POINTER_OF = {
     **{"BIAS": "HAS_BIAS", "DBIAS": "WANT_DBIAS", "SLOPES": "HAS_ALIBI", "OFFSET": "HAS_OFFSET"},

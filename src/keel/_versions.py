@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -235,6 +236,13 @@ def c_launcher(compiled: Any, grid: Sequence[int]) -> CLauncher | None:
     # fmt: on
 
     return CLauncher(run, driver.make_tensordesc_arg, forms)
+
+
+def fp_fusion() -> bool:
+    """Whether products and sums become one operation, as the kernels are written for, unless the
+    user says otherwise. Triton 3.9 announces another default."""
+    said = os.environ.get("TRITON_DEFAULT_FP_FUSION", "1")
+    return said.lower() in ("1", "true", "yes", "on", "y")
 
 
 def for_few_registers() -> dict[str, Any]:

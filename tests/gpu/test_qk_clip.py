@@ -12,7 +12,15 @@ from torch import nn
 from keel import masks, reference
 from keel.meta import Scoring
 from keel.nn import GPT, GPTConfig
-from keel.optim import ClippedRows, LayerSpec, QKClip, key_rows, max_logits, query_rows
+from keel.optim import (
+    ClippedRows,
+    LayerSpec,
+    QKClip,
+    clip_program,
+    key_rows,
+    max_logits,
+    query_rows,
+)
 from keel.optim.replay import Replay
 
 pytestmark = pytest.mark.gpu
@@ -114,17 +122,19 @@ def test_one_launch_does_what_torch_does(alpha: float, monkeypatch: pytest.Monke
     numbers = torch.Generator("cuda").manual_seed(3)
     tops = [torch.rand(8, device="cuda", generator=numbers) * 30 for _ in range(4)]
     tops[1][:4] = torch.tensor([nan, inf, -inf, 0.0], device="cuda")
+    for top in tops:
+        top[7] = 3.0  # never clipped
 
     def steps(in_one_launch: bool) -> list[torch.Tensor]:
         narrow, _, spec = attention(torch.float32, False)
         clip = QKClip([spec], tau=10.0, alpha=alpha)
+        monkeypatch.setattr(clip_program, "can_use_triton", lambda device: in_one_launch)
         seen = []
         for n, top in enumerate(tops):
             clip.observe("only", top)
             metrics = clip.step(found_inf=torch.full((1,), float(n == 2), device="cuda"))
             assert metrics is not None and clip._program is not None
-            assert clip._program.in_one_launch is (in_one_launch or n == 0)
-            clip._program.in_one_launch = in_one_launch
+            assert clip._program.in_one_launch is in_one_launch
             seen += [metrics.gamma, metrics.max_logits]
         return [*(x.detach() for x in narrow), *seen, *clip.state_dict()["layers"]["only"].values()]
 
@@ -134,6 +144,11 @@ def test_one_launch_does_what_torch_does(alpha: float, monkeypatch: pytest.Monke
     for a, b in zip(one[2:], many[2:], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
     assert int(one[-2].sum()) > 8
+    untouched = torch.stack([x == 1 for x in one[2:10:2]]).all(0).repeat_interleave(64)
+    fresh = attention(torch.float32, False)[0]
+    assert int(untouched.sum()) and all(
+        torch.equal(x[untouched], y[untouched]) for x, y in zip(one[:2], fresh, strict=True)
+    )
 
 
 @pytest.mark.parametrize("d", [64, 128, 192, 256])

@@ -37,7 +37,7 @@ def test_as_in_torch(alpha, skipped, monkeypatch):
     factors = table.on(CPU, torch.float32)
     assert factors.of_one_gamma_each
     expected = torch.full((heads,), NAN)
-    _gamma(top[:-1], tau, top[-1:], torch.ones(1), out=expected)
+    _gamma(top[:-1], torch.tensor([tau]), top[-1:], torch.ones(1), out=expected)
     assert 0 < (expected < 1).sum() < heads if not skipped else (expected == 1).all()
 
     places, powers = factors.terms[0]
@@ -45,7 +45,7 @@ def test_as_in_torch(alpha, skipped, monkeypatch):
     clips, largest = torch.arange(heads), torch.linspace(-5, 15, heads)
     before = clips.clone(), largest.clone()
     state = {"gamma": gamma, "clips": clips, "largest": largest}
-    got = clip_heads.clip_heads(top, tau, places=places, powers=powers, **state)
+    got = clip_heads.clip_heads(top, torch.tensor([tau]), places=places, powers=powers, **state)
     assert torch.equal(gamma, expected)
     assert torch.equal(clips, before[0] + (expected < 1))
     assert torch.equal(largest, torch.fmax(before[1], top[:-1]))

@@ -26,7 +26,7 @@ def gamma_of(top, tau, skipped):
 
 @triton.jit
 def clip_heads_kernel(
-    TOP, GAMMA, CLIPS, LARGEST, PLACE, POWER, FACTOR, tau, heads, entries, BLOCK: tl.constexpr
+    TOP, TAU, GAMMA, CLIPS, LARGEST, PLACE, POWER, FACTOR, heads, entries, BLOCK: tl.constexpr
 ):
     """Gammas, counts and the largest logits of heads; then the factors of rows, entry by entry.
 
@@ -34,7 +34,7 @@ def clip_heads_kernel(
     of 1, else one more than the head whose gamma is raised to POWER.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    skipped = tl.load(TOP + heads)
+    skipped, tau = tl.load(TOP + heads), tl.load(TAU)
 
     here = i < heads
     top = tl.load(TOP + i, mask=here, other=0.0)
@@ -50,7 +50,8 @@ def clip_heads_kernel(
     power = tl.load(POWER + i, mask=here, other=1.0)
     gamma = gamma_of(tl.load(TOP + place - 1, mask=place > 0, other=0.0), tau, skipped)
     factor = tl.where(power == 0.5, tl.sqrt_rn(gamma), tl.exp2(power * tl.log2(gamma)))
-    tl.store(FACTOR + i, tl.where(power == 1.0, gamma, factor), mask=here)
+    as_it_is = (power == 1.0) | (gamma == 1.0)  # rows of 1 must not change by a bit
+    tl.store(FACTOR + i, tl.where(as_it_is, gamma, factor), mask=here)
 
 
 # fmt: on
@@ -58,7 +59,7 @@ def clip_heads_kernel(
 
 def clip_heads(
     top: torch.Tensor,
-    tau: float,
+    tau: torch.Tensor,
     *,
     gamma: torch.Tensor,
     clips: torch.Tensor,
@@ -68,20 +69,21 @@ def clip_heads(
 ) -> torch.Tensor:
     """(entries,) factors of rows; writes gamma (heads,), raises clips and largest (heads,).
 
-    top: (heads + 1,) fp32, maxima and whether the step was skipped; places, powers: (entries,).
+    top: (heads + 1,) fp32, maxima and whether the step was skipped; tau: (1,), in memory, since it
+    may change from step to step and recipes stay; places, powers: (entries,).
     """
     factors = torch.empty_like(powers)
     heads, entries = len(gamma), len(factors)
     launch(
         clip_heads_kernel,
-        tau,
+        None,
         {
-            **{"TOP": top, "GAMMA": gamma, "CLIPS": clips, "LARGEST": largest},
+            **{"TOP": top, "TAU": tau, "GAMMA": gamma, "CLIPS": clips, "LARGEST": largest},
             **{"PLACE": places, "POWER": powers, "FACTOR": factors},
         },
         lambda: Prepared(
             (triton.cdiv(max(heads, entries), BLOCK),),
-            {"tau": tau, "heads": heads, "entries": entries, "BLOCK": BLOCK},
+            {"heads": heads, "entries": entries, "BLOCK": BLOCK},
             num_warps=4,
         ),
     )

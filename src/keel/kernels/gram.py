@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from keel._versions import fp_fusion
+
 # fmt: off
 
 
@@ -186,7 +188,7 @@ def symmetric_product(
             *(a.stride(0), a.stride(1), b.stride(0), b.stride(1)),
             *((0, 0) if c is None else (c.stride(0), c.stride(1))),
             *(d.stride(0), d.stride(1)),
-            enable_fp_fusion=True,
+            enable_fp_fusion=fp_fusion(),
             BM=config.block_m,
             BN=config.block_n,
             BK=config.block_k,

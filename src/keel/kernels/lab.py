@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from keel._versions import fp_fusion
 from keel.kernels import flash_fwd
 from keel.kernels.flash_common import SIZES, num_sms, work_counter
 from keel.kernels.flash_fwd import flash_fwd_kernel
@@ -258,6 +259,6 @@ def _start(kernel: Any, prepared: Prepared, tensors: Tensors, **options: Any) ->
         *(arguments[name] for name in kernel.arg_names),
         num_warps=prepared.num_warps,
         num_stages=prepared.num_stages,
-        enable_fp_fusion=True,
+        enable_fp_fusion=fp_fusion(),
         **options,
     )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from keel._versions import CLauncher, c_launcher, has_launch_hooks, launch_stream
+from keel._versions import CLauncher, c_launcher, fp_fusion, has_launch_hooks, launch_stream
 from keel.bounded import make_room
 from keel.kernels.tensor_maps import TensorMaps, tensor_maps
 
@@ -167,7 +167,7 @@ class Recipe:
             num_warps=self.prepared.num_warps,
             num_stages=self.prepared.num_stages,
             maxnreg=self.prepared.max_registers,
-            enable_fp_fusion=True,  # Triton 3.9 says that its default will change
+            enable_fp_fusion=fp_fusion(),
             **self.prepared.options,
         )
         if INTERPRETED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ class ClipProgram:
         self.group = group_of(group)
         self.zero = torch.zeros(1, device=self.device)
         self.one = torch.ones(1, dtype=dtype, device=self.device)
+        self._tau = (math.nan, self.one)
         self.lowest = [torch.full_like(top, -torch.inf) for top in tops]
         self.packed: Tensor | None = None
         """(heads + 1,): the step's maxima and its flag, where a recorded step looks for them."""
@@ -103,6 +105,15 @@ class ClipProgram:
                 sharded = isinstance(parameter, DTensor)
                 self._watched.append((holder, key, parameter, sharded, local.data_ptr()))
                 yield ScaledTensor(local, mine, _master(parameter, local, self._master_of, name))
+
+    def tau(self, value: float) -> Tensor:
+        """(1,) with this value, which stays; a caller's graph fills one of its own, since it may be
+        replayed when the value here is another one."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return torch.full_like(self.one, value)
+        if value != self._tau[0]:
+            self._tau = (value, torch.full_like(self.one, value))
+        return self._tau[1]
 
     def fits(self, tops: list[Tensor]) -> bool:
         """Whether parameters and maxima are still where and what they were."""

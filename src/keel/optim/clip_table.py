@@ -101,7 +101,8 @@ class Factors:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._base = torch.ones(1 + num_heads + len(minima), dtype=dtype, device=device)
+        aligned = torch.ones(4 + num_heads + len(minima), dtype=dtype, device=device)
+        self._base = aligned[3:]  # so that gammas begin at 16 bytes, as launches like it
         self.gammas = self._base[1 : 1 + num_heads]
         """(heads,), to be written to: it stands among the numbers that `now` looks up."""
         self._smallest = self._base[1 + num_heads :]

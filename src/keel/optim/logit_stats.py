@@ -31,7 +31,7 @@ def max_logits(
 ) -> torch.Tensor:
     """Each head's largest softmax_scale * q·k over the pairs of a mask: (hq,) fp32, exact.
 
-    For models whose attention hides its logits: about half the work of a forward, so rather every
+    For models whose attention hides its logits: half the products of a forward, so rather every
     few steps (`QKClip(every=...)`, `QKClip.due`) than always.
 
     Args:

@@ -234,12 +234,13 @@ class QKClip:
             program.packed = torch.empty_like(packed)
         program.packed.copy_(packed)
         key = (self._tau, apply, *(x.data_ptr() for x in tops))
-        program.replay.run(key, lambda: self._clip(program, tops, apply))
+        tau = program.tau(self._tau)
+        program.replay.run(key, lambda: self._clip(program, tops, tau, apply))
         gamma = program.factors.gammas.clone()  # the next step writes there
         self.metrics = ClipMetrics(program.names, program.sizes, packed[:-1], gamma)
         return self.metrics
 
-    def _clip(self, program: ClipProgram, tops: list[Tensor], apply: bool) -> None:
+    def _clip(self, program: ClipProgram, tops: list[Tensor], tau: Tensor, apply: bool) -> None:
         """What follows once maxima are known; the same launches at every step."""
         assert program.packed is not None
         top, skipped = program.packed[:-1], program.packed[-1:]
@@ -249,10 +250,10 @@ class QKClip:
 
             places, powers = program.factors.terms[0]
             state = {"gamma": gamma, "clips": self._counts.clips, "largest": self._counts.largest}
-            factors = clip_heads(program.packed, self._tau, places=places, powers=powers, **state)
+            factors = clip_heads(program.packed, tau, places=places, powers=powers, **state)
             program.scaler.scale(factors)
         else:
-            _gamma(top, self._tau, skipped, program.one, out=gamma)
+            _gamma(top, tau, skipped, program.one, out=gamma)
             if apply:
                 program.scaler.scale(program.factors.now())
                 self._counts.add(gamma, top)
@@ -355,13 +356,13 @@ class _Counts:
         }
 
 
-def _gamma(top: Tensor, tau: float, skipped: Tensor, one: Tensor, *, out: Tensor) -> None:
+def _gamma(top: Tensor, tau: Tensor, skipped: Tensor, one: Tensor, *, out: Tensor) -> None:
     """min(1, tau / top), and 1 where top is no positive number or the step was skipped.
 
     Few operations, since each is a launch. A quotient is 1 up to tau, NaN for NaN and 0 for
     infinity; the last two are not above 0, and nothing is above 1.
     """
-    quotient = torch.div(torch.tensor(tau, dtype=top.dtype), top.clamp_min(tau))
+    quotient = torch.div(tau, torch.maximum(top, tau))
     torch.where(quotient > skipped, quotient, one, out=out)
 
 
