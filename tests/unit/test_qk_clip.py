@@ -472,6 +472,10 @@ def test_tau_may_change() -> None:
     clip.observe("only", torch.full((4,), 80.0))
     clip.step()
     assert (weight == 0.5).all()
+    clip.tau = 20  # and again, between steps
+    clip.observe("only", torch.full((4,), 80.0))
+    clip.step()
+    assert (weight == 0.125).all()
 
 
 @pytest.mark.parametrize(
