@@ -39,12 +39,17 @@ def test_turns_need_the_barriers_of_a_third_stage():
         (masks.full(16384), 32, True),
         (masks.full(8192), 32, True),
         (masks.full(4096), 32, False),  # six turns of 132 SMs, and the last one mostly empty
-        (masks.causal(16384), 32, False),
+        (masks.causal(16384), 32, True),
+        (masks.causal(8192), 64, True),
+        (masks.causal(4096), 64, False),  # too many blocks are partial
+        (masks.sliding_window(32768, left=1024), 64, False),
+        (masks.documents(range(0, 32769, 4096)), 64, True),
+        (masks.documents(range(0, 32769, 4096), causal=True), 64, False),
         (masks.full(16384, 100), 32, False),  # one block of keys, and that is partial
         (masks.full(0, 64), 32, False),
     ],
 )
-def test_three_consumers_where_all_blocks_are_full(mask, heads, three):
+def test_three_consumers_where_few_blocks_are_partial(mask, heads, three):
     narrow, wide = best_records(mask, (64, 128)), best_records(mask, (128,), 192)
     assert three_are_faster(narrow, wide, heads, 132) is three
 

@@ -5,14 +5,25 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from keel.masks import AttnMask
-from keel.tile_parts import LAUNCH_TIME, CutTiles, are_few, best_of_few
+from keel.tile_parts import LAUNCH_TIME, CutTiles, are_few, best_of_few, end_of_last
 from keel.tile_records import PART, ROWS, TileRecords, best_records
 
-WIDE_TILE_TIME = 1.41
-"""A block of 192 rows and 128 keys at head dim 64, in blocks of 128 rows: fitted to an H200."""
+NARROW_TIMES = (1.92, 1.0, 0.73)
+"""What a tile of 128 rows costs, each of its full blocks of 128 keys and each partial one, at head
+dim 64, in full blocks; and"""
+
+WIDE_TIMES = (2.87, 1.32, 1.89)
+"""the same of 192 rows: fitted to 18 graph times on an H200, which they meet to 7 %, one to 14."""
+
+LEAST_WIDE_GAIN = 1.03
+"""How many times as long narrow tiles must take."""
+
+MANY_TURNS = 16
+"""So many tiles for each SM end together, whichever are long."""
 
 LEAST_SAVING = 1.5
 """How many times fewer blocks packed heads must have, and"""
@@ -55,7 +66,7 @@ def tiles_for(
 ) -> Tiles:
     """Tiles of 128 rows, where there are few the fastest ones for these heads, maybe cut along
     their keys; those of packed heads where they are clearly faster; or else, if they may be wide,
-    of 192 where those are faster.
+    of 192 where those are clearly faster.
 
     group: query heads that share a key head.
     skips: with blocks of 128 keys, consumers compute the half of a partial block that they need;
@@ -121,13 +132,27 @@ def few_tiles(
     return best_of_few(mask, block_ns, heads, sms, tile_rows=tile_rows, skips=skips)
 
 
+@functools.lru_cache(maxsize=128)
 def three_are_faster(records: TileRecords, wide: TileRecords, heads: int, sms: int) -> bool:
-    """Whether tiles of 192 rows end earlier than those of 128: where all blocks are full."""
-    if records.block_n != 128 or len(wide.tiles) == 0 or wide.has_partial:
+    """Whether tiles of 192 rows end clearly earlier than those of 128: where few blocks are
+    partial, as in long causal sequences."""
+    if records.block_n != 128 or len(wide.tiles) == 0:
         return False
-    turns = [-(-len(x.tiles) * heads // sms) for x in (records, wide)]
-    blocks = [x.work.longest for x in (records, wide)]
-    return turns[1] * blocks[1] * WIDE_TILE_TIME < turns[0] * blocks[0]
+    narrow_end = _end_of(records, NARROW_TIMES, heads, sms)
+    return narrow_end >= LEAST_WIDE_GAIN * _end_of(wide, WIDE_TIMES, heads, sms)
+
+
+def _end_of(records: TileRecords, times: tuple[float, float, float], heads: int, sms: int) -> float:
+    """When all heads are done, by what a tile, a full and a partial block take."""
+    first, split, last = records.tiles[:, 2:5].T
+    blocks = (records.runs[:, 1] - records.runs[:, 0]) // records.block_n
+    before = np.append(0, np.cumsum(blocks))
+    tile, full, partial = times
+    each = tile + full * (before[split] - before[first]) + partial * (before[last] - before[split])
+    each = np.sort(each)[::-1]
+    if len(each) * heads > MANY_TURNS * sms:
+        return float(each.sum() * heads / sms + each[-1] / 2)
+    return end_of_last(np.repeat(each, heads).tolist(), sms)
 
 
 _meetings: dict[tuple[int | None, int], torch.Tensor] = {}
