@@ -236,10 +236,10 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dq, count
         s, slope = capped_with_slope(s, cap_scale, numbers.softcap)
         p = gl.exp2(s * LOG2E - lse2[:, None]) * slope
         if MASKED:  # last: until then slopes take as many registers as scores
-            p = hide(p, key, lo, hi, 0.0)
+            p = hide(p, key, lo, hi, not form.HAS_BIAS, 0.0)
     else:
         if MASKED:
-            s = hide(s, key, lo, hi)
+            s = hide(s, key, lo, hi, not form.HAS_BIAS)
         p = gl.exp2(s * scale2 - lse2[:, None])
     dp = warpgroup_mma_wait(0, [dp])
     mark(V_FREE + v_stage)

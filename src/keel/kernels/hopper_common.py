@@ -415,22 +415,53 @@ def place_of(work, num_tiles, section):
 
 
 @gluon.jit
-def hide(s, key, lo, hi, INSTEAD: gl.constexpr = float("-inf")):
+def hide(s, key, lo, hi, BITS: gl.constexpr, INSTEAD: gl.constexpr = float("-inf")):
     """Scores of keys outside of [lo, hi) to -inf.
 
     A thread holds every eighth pair of columns. Seen as (rows, BN / 8, 8), the middle index is a
-    constant of each register, so that a bound costs one compare with an immediate.
+    constant of each register, so that a bound costs one compare with an immediate. With BITS, each
+    row and inner column has a number with a bit for each of them, and a score costs one test and
+    one choice, half as much. Some forms have no registers for that.
     """
     BN: gl.constexpr = s.shape[1]
     t = s.reshape([PART, BN // 8, 8])
     L: gl.constexpr = t.type.layout
-    octet = 8 * gl.arange(0, BN // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    octet = gl.arange(0, BN // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     inner = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :]
     row_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, L))
     low = (gl.convert_layout(lo, row_l) - key)[:, None] - inner
     high = (gl.convert_layout(hi, row_l) - key)[:, None] - inner
-    keep = (octet >= low[:, None, :]) & (octet < high[:, None, :])
-    return gl.convert_layout(gl.where(keep, t, INSTEAD).reshape([PART, BN]), s.type.layout)
+    if BITS:
+        # In one piece: else ptxas would test all bits before the scores are there, and then have
+        # no place for so many answers.
+        bits = bits_between((low + 7) >> 3, (high + 7) >> 3)
+        instead = gl.full(t.shape, INSTEAD, gl.float32, L)
+        t = gl.inline_asm_elementwise(
+            """{
+            .reg .pred inside;
+            .reg .b32 bit;
+            and.b32 bit, $3, $4;
+            setp.ne.b32 inside, bit, 0;
+            selp.f32 $0, $1, $2, inside;
+            }""", "=f,f,f,r,r", [t, instead, bits[:, None, :], 1 << octet], dtype=gl.float32,
+            is_pure=True, pack=1)
+    else:
+        keep = (8 * octet >= low[:, None, :]) & (8 * octet < high[:, None, :])
+        t = gl.where(keep, t, INSTEAD)
+    return gl.convert_layout(t.reshape([PART, BN]), s.type.layout)
+
+
+@gluon.jit
+def bits_between(first, end):
+    """Ones from bit `first` to before bit `end`; both may lie outside of the 32."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 from, width;
+        max.s32 from, $1, 0;
+        sub.s32 width, $2, from;
+        max.s32 width, width, 0;
+        bmsk.clamp.b32 $0, from, width;
+        }""", "=r,r,r", [first, end], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
