@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from keel import tile_parts, tile_records
-from keel.kernels.flash_common import LOG2E
+from keel.kernels.flash_common import LN2, LOG2E
 
 # fmt: off
 
@@ -307,12 +307,18 @@ def add_product(a, b, sums, SHORT: gl.constexpr):
 @gluon.jit
 def stage_of(count, form: gl.constexpr):
     """Where block number `count` lies."""
-    return count % form.STAGES
+    if form.STAGES == 2:
+        return count & 1
+    else:
+        return count % form.STAGES
 
 
 @gluon.jit
 def phase_of(count, form: gl.constexpr):
-    return (count // form.STAGES) & 1
+    if form.STAGES == 2:
+        return (count >> 1) & 1
+    else:
+        return (count // form.STAGES) & 1
 
 
 @gluon.jit
@@ -324,6 +330,15 @@ def as_offset(stride):
         return stride.to(gl.uint32, bitcast=True).to(gl.int64)
     else:
         return stride
+
+
+@gluon.jit
+def as_logits(tops, form: gl.constexpr):
+    """Maxima of rows as consumers have them: times log2(e), unless scores are capped."""
+    if form.HAS_SOFTCAP:
+        return tops
+    else:
+        return tops * LN2
 
 
 @gluon.jit
@@ -501,8 +516,13 @@ def capped_with_slope(s, scale, softcap):
 @gluon.jit
 def _half_of_rest(s, scale, softcap):
     """(1 - tanh(s · scale / softcap)) / 2; exp overflows to inf for large s: the right limit."""
-    over = 1.0 + gl.exp2(s * (2.0 * LOG2E * scale / softcap))
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [over],
+    return reciprocal(1.0 + gl.exp2(s * (2.0 * LOG2E * scale / softcap)))
+
+
+@gluon.jit
+def reciprocal(x):
+    """1 / x to a rounding step, in one instruction."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x],
                                      dtype=gl.float32, is_pure=True, pack=1)
 
 

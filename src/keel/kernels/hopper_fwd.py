@@ -186,12 +186,12 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     old_head = 0
     old_share = 0
     while tile.row0 >= 0:
-        buffer = turn % form.Q_BUFFERS
+        buffer = turn & (form.Q_BUFFERS - 1)
         if form.Q_BUFFERS == 1:
             if turn > 0:
                 put_away(cid, inputs, numbers, ring, form, False, old_row0, old_end, old_head,
                          old_share, 0, acc, total, top2, raw_top, mine, o_l)
-        mbarrier.wait(ring.q_full.index(buffer), (turn // form.Q_BUFFERS) & 1)
+        mbarrier.wait(ring.q_full.index(buffer), (turn >> (form.Q_BUFFERS - 1)) & 1)
         stage = stage_of(count, form)
         mbarrier.wait(ring.k_full.index(stage), phase_of(count, form))
         q = ring.q.index(form.CONSUMERS * buffer + cid).reshape([PART, form.D])

@@ -10,6 +10,7 @@ from keel._versions import tma_load
 from keel.kernels.hopper_common import (
     FIELDS,
     PART,
+    as_logits,
     draw,
     publish,
     raise_max,
@@ -129,7 +130,7 @@ def raise_tops(inputs, ring, form: gl.constexpr, turn, head):
     buffer = turn % 2
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     for part in gl.static_range(form.CONSUMERS):
-        tops = ring.tops.index(form.CONSUMERS * buffer + part).load(layout)
+        tops = as_logits(ring.tops.index(form.CONSUMERS * buffer + part).load(layout), form)
         if form.PACK == 1:
             raise_max(inputs.MAX_LOGITS + head, tops)
         else:

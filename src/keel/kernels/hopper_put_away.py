@@ -8,10 +8,25 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from keel._versions import thread_barrier, tma_store
 from keel.kernels.flash_common import LN2, LOG2E
-from keel.kernels.hopper_common import PART, SHARE_BITS, as_offset, raise_max
+from keel.kernels.hopper_common import (
+    PART,
+    SHARE_BITS,
+    as_logits,
+    as_offset,
+    raise_max,
+    reciprocal,
+)
 from keel.kernels.hopper_rows import head_of, token_of
 
 # fmt: off
+
+
+@gluon.jit
+def quick_log2(x):
+    """To 22 bits, in one instruction for some twenty: what a tile does once is fetched anew for
+    each, and takes long."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32,
+                                     is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -26,11 +41,10 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, LAST:
     """
     there = row0 + token_of(mine, form) < row_end
     if form.WANT_MAX:
-        row_top = top2 * LN2
+        row_top = top2  # times log2(e), for the producer to take out again
         if form.HAS_SOFTCAP:
             row_top = raw_top
-        # maxima drop NaNs, sums keep them
-        row_top = gl.where(total == total, row_top, float("nan"))
+        row_top = row_top + total * 0.0  # maxima drop NaNs, sums keep them
         row_top = gl.where(there, row_top, float("-inf"))
     if form.TOPS:
         ring.tops.index(form.CONSUMERS * buffer + cid).store(row_top)
@@ -48,7 +62,7 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, LAST:
         write_out(cid, inputs, numbers, ring, form, row0, row_end, head, buffer, acc, total, top2,
                   mine, o_l)
     if form.WANT_MAX and not form.TOPS:
-        raise_max(inputs.MAX_LOGITS + head, row_top)
+        raise_max(inputs.MAX_LOGITS + head, as_logits(row_top, form))
 
 
 @gluon.jit
@@ -130,9 +144,9 @@ def write_out(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0
         top2 = new_top2
     empty = total == 0.0
     denominator = gl.where(empty, 1.0, total)
-    lse = gl.where(empty, float("-inf"), (top2 + gl.log2(denominator)) * LN2)
-    out = acc * gl.convert_layout(1.0 / denominator, row_l)[:, None]
-    lse_place = inputs.LSE + rows.to(gl.int64) * as_offset(numbers.num_heads * form.PACK)
+    lse = gl.where(empty, float("-inf"), (top2 + quick_log2(denominator)) * LN2)
+    out = acc * gl.convert_layout(reciprocal(denominator), row_l)[:, None]
+    lse_place = inputs.LSE + as_offset(rows) * as_offset(numbers.num_heads * form.PACK)
     lse_place += head_of(mine, head, form)
     dim = gl.arange(0, form.DV, gl.SliceLayout(0, o_l))
     if form.PACK == 1:
