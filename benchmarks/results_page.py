@@ -219,6 +219,10 @@ SECTIONS: dict[str, Callable[[Path, Sequence[Line], Path], str]] = {
         "The backward in other ways",
         ("mask", "tokens", "hq", "hk", "d", "terms", "way", "ms", "of_plain", "tflops", "error"),
     ),
+    "backward_memory.csv": plain_section(
+        "Device memory of the backward, beyond inputs and gradients",
+        ("mask", "tokens", "hq", "hk", "d", "provider", "extra_mib", "stated_mib", "q_mib"),
+    ),
     "short_rows.csv": plain_section(
         "Few queries, many keys: query heads packed into tiles and apart",
         ("tq", "tk", "hq", "hk", "d", "way", "pack", "ms", "faster", "gb_per_s", "error"),

@@ -82,6 +82,11 @@ class Form(Constants):
         return self.pack.bit_length() - 1
 
     @property
+    def bits(self) -> bool:
+        """Masks by bits, where there are registers for them: see `hide`."""
+        return self.consumers == 2 and not self.cuts and self.d + self.dv <= 256
+
+    @property
     def tops(self) -> bool:
         """The producer raises max logits: it waits for each tile to be put away, if there are two
         buffers."""
