@@ -149,7 +149,7 @@ def main() -> None:
         out, meta = flex_flash_attn_func(short, long, long, seen, backend="hopper")
         return [out, meta.lse]
 
-    assert hopper_launch._tiles_for(short, long, seen, Scoring(scale=1.0), 0, None).pack == 8
+    assert hopper_launch._tiles_for(short, long, seen, Scoring(scale=1.0), None).pack == 8
     compare("hopper packed", packed)
     assert [bool(numbers) for numbers in kept] == [True, False, True]
     narrow = [x.requires_grad_() for x in (q, k, v)]

@@ -84,11 +84,6 @@ class TileRecords:
         """Of a tile."""
         return int(self.row_lo.shape[1])
 
-    @property
-    def has_partial(self) -> bool:
-        """Whether any block has to be masked."""
-        return bool((self.tiles[:, 3] < self.tiles[:, 4]).any())
-
 
 @functools.lru_cache(maxsize=128)
 def best_records(mask: AttnMask, block_ns: tuple[int, ...], tile_rows: int = ROWS) -> TileRecords:

@@ -20,8 +20,8 @@ from keel.tile_records import ROWS, best_records
 
 
 def chosen(mask: AttnMask, hq: int, hk: int, **options: object) -> Tiles:
-    given: dict = {"group": hq // hk, "sms": 132, "sm_margin": 0}
-    given |= {"skips": True, "can_be_wide": False} | options
+    given: dict = {"group": hq // hk, "sms": 132, "skips": True, "can_be_wide": False}
+    given |= options
     return tiles_for(mask, (64, 128), hq, **given)
 
 
@@ -64,8 +64,6 @@ def test_where_heads_are_packed(mask, heads, pack):
     tiles = chosen(mask, *heads)
     assert tiles.pack == pack
     assert tiles.records.rows * tiles.pack == ROWS
-    margin = chosen(mask, *heads, sm_margin=100)  # which changes no bit of a result
-    assert margin.pack == pack and margin.records is tiles.records
 
 
 def test_packed_tiles_are_cut_for_all_sms():
@@ -154,7 +152,7 @@ def test_what_a_packed_launch_is_told(monkeypatch):
     mask, scoring = masks.full(16, 65536), Scoring(scale=1.0)
     q = torch.empty(16, 64, 128, dtype=torch.bfloat16)
     k = v = torch.empty(65536, 8, 128, dtype=torch.bfloat16)
-    tiles = hopper_launch._tiles_for(q, v, mask, scoring, 0, None)
+    tiles = hopper_launch._tiles_for(q, v, mask, scoring, None)
     made = hopper_launch._prepare(q, k, v, tiles, scoring, q, None, False, 0, None)
     assert made is not None and made.grid == (128,)
     told = {n: made.arguments[n] for n in ("num_tiles", "num_heads", "group", "num_work")}

@@ -186,7 +186,7 @@ def forward(
 
     # torch's own allocations are aligned, so out always is
     q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))
-    tiles = _tiles_for(q, v, mask, scoring, sm_margin, form)
+    tiles = _tiles_for(q, v, mask, scoring, form)
     return launch(
         hopper_fwd_kernel,
         (mask, scoring.scale, scoring.softcap, accumulate, sm_margin, form),
@@ -207,7 +207,6 @@ def _tiles_for(
     v: torch.Tensor,
     mask: AttnMask,
     scoring: Scoring,
-    sm_margin: int,
     form: Form | None,
 ) -> Tiles:
     if form is not None and not form.cuts:
@@ -219,7 +218,6 @@ def _tiles_for(
         *(mask, block_ns(d, dv, softcap) if form is None else (form.bn,), heads),
         group=heads // kv_heads if can_pack(d, dv) else 1,
         sms=num_sms(q.device),
-        sm_margin=sm_margin,
         skips=_can_skip(128, columns) if form is None else form.skips,
         can_be_wide=form is None and columns == 128 and not softcap,
         pack=None if form is None else form.pack,

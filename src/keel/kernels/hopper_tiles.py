@@ -59,7 +59,6 @@ def tiles_for(
     *,
     group: int,
     sms: int,
-    sm_margin: int,
     skips: bool,
     can_be_wide: bool,
     pack: int | None = None,
@@ -73,7 +72,7 @@ def tiles_for(
     not where heads are packed.
     pack: None for what pays.
     """
-    # for the whole GPU, whatever the margin: cuts and blocks change the last bits of results
+    # for the whole GPU: no margin of SMs is to change the last bits of results
     tiles, end = _of_128_rows(mask, block_ns, heads, sms, skips, pack or 1)
     if pack is None and may_pack(group) and has_idle_rows(mask, tiles.records):
         packed, packed_end = _of_128_rows(mask, block_ns, heads, sms, False, group)
@@ -82,7 +81,7 @@ def tiles_for(
             return packed
     if can_be_wide and tiles.cut is None and tiles.pack == 1:
         wide = best_records(mask, (128,), 3 * PART)
-        if three_are_faster(tiles.records, wide, heads, sms - sm_margin):
+        if three_are_faster(tiles.records, wide, heads, sms):
             return Tiles(wide, consumers=3)
     return tiles
 
