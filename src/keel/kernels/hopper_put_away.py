@@ -22,11 +22,14 @@ from keel.kernels.hopper_rows import head_of, token_of
 
 
 @gluon.jit
-def quick_log2(x):
+def quick_log2(x, form: gl.constexpr):
     """To 22 bits, in one instruction for some twenty: what a tile does once is fetched anew for
-    each, and takes long."""
-    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32,
-                                     is_pure=True, pack=1)
+    each, and takes long. With three consumers the loops of Triton 3.9 spill for it."""
+    if form.CONSUMERS == 3:
+        return gl.log2(x)
+    else:
+        return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x],
+                                         dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -144,7 +147,7 @@ def write_out(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0
         top2 = new_top2
     empty = total == 0.0
     denominator = gl.where(empty, 1.0, total)
-    lse = gl.where(empty, float("-inf"), (top2 + quick_log2(denominator)) * LN2)
+    lse = gl.where(empty, float("-inf"), (top2 + quick_log2(denominator, form)) * LN2)
     out = acc * gl.convert_layout(reciprocal(denominator), row_l)[:, None]
     lse_place = inputs.LSE + as_offset(rows) * as_offset(numbers.num_heads * form.PACK)
     lse_place += head_of(mine, head, form)
