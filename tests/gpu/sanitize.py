@@ -48,6 +48,15 @@ class Run:
     wide: bool = False
     """Three consumers."""
 
+    @property
+    def kind(self) -> tuple[bool, bool, bool]:
+        return self.cut, self.pack, self.wide
+
+
+def kind_of(tiles: hopper_tiles.Tiles) -> tuple[bool, bool, bool]:
+    """Whether some are cut, heads are packed, and there are three consumers."""
+    return tiles.cut is not None, tiles.pack > 1, tiles.consumers == 3
+
 
 RUNS = [
     Run("forward whole", "full"),
@@ -74,37 +83,46 @@ RUNS = [
 
 
 @contextlib.contextmanager
-def chosen_tiles(run: Run) -> Iterator[None]:
-    """Tiles as the run wants them, where the planner would not choose them for so little work."""
+def chosen_tiles(run: Run) -> Iterator[list[hopper_tiles.Tiles]]:
+    """Tiles as the run wants them, where the planner would not choose them for so little work;
+    and those that forwards got."""
+    choose, got = hopper_tiles.tiles_for, []
 
     def counts(records: Any, *_: Any, **__: Any) -> tuple[list[int], float]:
-        number = len(records.tiles)
-        return [1 + n % 3 if run.cut else 1 for n in range(number)], 1.0
+        return [2 + n % 2 if run.cut else 1 for n in range(len(records.tiles))], 1.0
 
-    def wide_tiles(mask: Any, *_: Any, **__: Any) -> hopper_tiles.Tiles:
-        return hopper_tiles.Tiles(hopper_launch.best_records(mask, (128,), 192), 3)
-
-    with contextlib.ExitStack() as stack:
-        patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
-        patch(direct, "_known", direct.KnownCalls())
-        patch(launch, "_recipes", {})
-        if run.cut or run.pack:
-            patch(tile_parts, "choose_cuts", counts)
-        for name in ("LEAST_SAVING", "LEAST_GAIN", "LONG_ROW") if run.pack else ():
-            patch(hopper_tiles, name, 0)
+    def noted(mask: Any, *args: Any, **options: Any) -> hopper_tiles.Tiles:
         if run.wide:
-            patch(hopper_launch, "tiles_for", wide_tiles)
+            got.append(hopper_tiles.Tiles(hopper_tiles.best_records(mask, (128,), 192), 3))
+        else:
+            got.append(choose(mask, *args, **options))
+        return got[-1]
+
+    patches: list[tuple[Any, str, Any]] = [
+        (direct, "_known", direct.KnownCalls()),
+        (launch, "_recipes", {}),
+        (hopper_launch, "tiles_for", noted),
+    ]
+    if run.cut or run.pack:
+        patches.append((tile_parts, "choose_cuts", counts))
+    if run.pack:
+        patches += [(hopper_tiles, x, 0) for x in ("LEAST_SAVING", "LEAST_GAIN", "LONG_ROW")]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(mock.patch.object(*patch))
         hopper_tiles.few_tiles.cache_clear()
-        yield
+        yield got
     hopper_tiles.few_tiles.cache_clear()
 
 
 def main(wanted: Sequence[str]) -> int:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        raise SystemExit("a Hopper GPU (sm_90) is needed, and there is none here")
     chosen = [run for run in RUNS if not wanted or any(part in run.name for part in wanted)]
     if not chosen:
-        raise SystemExit(f"no run has {wanted} in its name: {', '.join(r.name for r in RUNS)}")
+        raise SystemExit(
+            f"no run has {' or '.join(wanted)} in its name: {', '.join(r.name for r in RUNS)}"
+        )
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        raise SystemExit("a Hopper GPU (sm_90) is needed, and there is none here")
     wrong = 0
     for run in chosen:
         began = time.monotonic()
@@ -112,9 +130,10 @@ def main(wanted: Sequence[str]) -> int:
             **{"mask": MASKS[run.mask], "hq": run.heads[0], "hk": run.heads[1], "d": run.d},
             **{"dv": run.dv, "dtype": torch.bfloat16, "device": "cuda", **run.case},
         )
-        with chosen_tiles(run):
+        with chosen_tiles(run) as got:
             try:
                 assert_right(case, **{"backend": "hopper", **run.options})
+                assert all(kind_of(tiles) == run.kind for tiles in got), got
                 verdict = "right"
             except AssertionError as problem:
                 wrong += 1

@@ -328,8 +328,8 @@ def phase_of(count, form: gl.constexpr):
 
 @gluon.jit
 def as_offset(stride):
-    """A stride, > 0, in 64 bits. Signs of 32 bits would be extended before all tiles, and kept in
-    registers that are needed, or spilled."""
+    """A stride or a row, not negative, in 64 bits. Signs of 32 bits would be extended before all
+    tiles, and kept in registers that are needed, or spilled."""
     stride = gl.to_tensor(stride)
     if stride.dtype == gl.int32:
         return stride.to(gl.uint32, bitcast=True).to(gl.int64)
