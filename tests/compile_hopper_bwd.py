@@ -30,6 +30,7 @@ FEW: list[tuple[AnyForm, str]] = [
     (BackwardForm(128, 64, 128, 128, persistent=True), "bf16"),
     (BackwardForm(128, 64, 128, 128, with_dq=False), "bf16"),
     (BackwardForm(128, 64, 128, 128, has_softcap=True), "bf16"),
+    (BackwardForm(128, 64, 128, 128, together=True), "bf16"),
     (WideForm(256, 256, 256, 256), "bf16"),
     (WideForm(256, 128, 192, 128, persistent=True, has_softcap=True), "fp16"),
     (QueryForm(128, 128, 128, 128), "bf16"),
@@ -50,6 +51,9 @@ FEW: list[tuple[AnyForm, str]] = [
 ]
 MORE: list[tuple[AnyForm, str]] = [
     (BackwardForm(128, 64, 128, 128), "fp16"),
+    (BackwardForm(128, 64, 128, 128, together=True), "fp16"),
+    (BackwardForm(128, 64, 128, 128, together=True, has_softcap=True), "bf16"),
+    (BackwardForm(64, 128, 64, 64, together=True), "bf16"),
     (BackwardForm(64, 128, 64, 64, staged=False), "bf16"),
     (BackwardForm(64, 128, 64, 64, persistent=True), "bf16"),
     (BackwardForm(128, 64, 128, 128, staged=False, persistent=True), "bf16"),

@@ -396,7 +396,10 @@ def gradients(
         from keel.kernels import hopper_bwd_launch
 
         apart = hopper_bwd_launch.dq_apart(
-            attn_mask, q, v, k.shape[1], scoring, deterministic=deterministic, sm_margin=sm_margin
+            *(attn_mask, q, v, k.shape[1], scoring),
+            deterministic=deterministic,
+            sm_margin=sm_margin,
+            outs_match=dtype == q.dtype,
         )
         if not apart:
             dq32 = torch.empty(q.shape, dtype=torch.float32, device=q.device)

@@ -20,8 +20,8 @@ from unittest import mock
 
 import torch
 
-from keel import direct, masks, tile_parts
-from keel.kernels import hopper_launch, hopper_tiles, launch
+from keel import direct, key_order, masks, tile_parts
+from keel.kernels import hopper_bwd_launch, hopper_launch, hopper_tiles, launch
 from keel.testing import Case, assert_right
 
 BOUNDS = [0, 37, 165, 300]
@@ -47,6 +47,8 @@ class Run:
     pack: bool = False
     wide: bool = False
     """Three consumers."""
+    turns: bool = False
+    """Heads take turns in the backward."""
 
     @property
     def kind(self) -> tuple[bool, bool, bool]:
@@ -70,6 +72,8 @@ RUNS = [
     Run("forward cut d64", d=64, cut=True),
     Run("forward packed", "few", heads=(16, 2), pack=True),
     Run("forward packed cut", "few", heads=(16, 2), cut=True, pack=True),
+    Run("backward turns", turns=True),
+    Run("backward turns d64", d=64, turns=True),
     Run("backward margin", options={"sm_margin": 130}),
     Run("backward deterministic", options={"deterministic": True}),
     Run("backward d64 deterministic", d=64, options={"deterministic": True}),
@@ -107,11 +111,17 @@ def chosen_tiles(run: Run) -> Iterator[list[hopper_tiles.Tiles]]:
         patches.append((tile_parts, "choose_cuts", counts))
     if run.pack:
         patches += [(hopper_tiles, x, 0) for x in ("LEAST_SAVING", "LEAST_GAIN", "LONG_ROW")]
+    order = mock.Mock(wraps=key_order.in_order)
+    if run.turns:
+        patches.append((key_order, "in_order", order))
+        patches.append((hopper_bwd_launch, "fastest_way", lambda *_, in_order: "together"))
+        patches.append((hopper_bwd_launch, "_splits_for", lambda *_: 1))
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(mock.patch.object(*patch))
         hopper_tiles.few_tiles.cache_clear()
         yield got
+        assert order.called == run.turns
     hopper_tiles.few_tiles.cache_clear()
 
 

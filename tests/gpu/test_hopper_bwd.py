@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.gpu.test_attention import random_mask
 
-from keel import flex_flash_attn_func, masks, ops
+from keel import flex_flash_attn_func, key_order, masks, ops
 from keel.kernels import flash_bwd, hopper_bwd_launch
 from keel.masks import AttnMask, AttnSlice
 from keel.meta import Scoring
@@ -124,6 +124,81 @@ def test_many_tiles(mask, d, dv, deterministic):
     }[mask]
     case = Case(mask=made, hq=24, hk=3, d=d, dv=dv, dtype=BF16, device="cuda")
     assert_right(case, backend="hopper", deterministic=deterministic)
+
+
+@pytest.fixture
+def heads_in_turns(monkeypatch):
+    """Wherever it is possible; a list of the orders that were asked for."""
+    made, in_order = [], key_order.in_order
+
+    def noted(*args):
+        made.append(in_order(*args))
+        return made[-1]
+
+    monkeypatch.setattr(hopper_bwd_launch, "fastest_way", lambda *_, in_order: "together")
+    monkeypatch.setattr(hopper_bwd_launch, "_splits_for", lambda *_: 1)
+    monkeypatch.setattr(key_order, "in_order", noted)
+    return made
+
+
+@pytest.mark.usefixtures("no_portable_backward")
+@pytest.mark.parametrize(
+    ("d", "dv", "dtype", "softcap"),
+    [
+        named(128, 128, BF16, 0.0, marks="-together"),
+        named(128, 96, FP16, 0.0, marks="-together"),
+        named(128, 128, BF16, 1.5, marks="-together-softcap"),
+        named(64, 64, BF16, 0.0, marks="-together"),
+    ],
+)
+def test_heads_in_turns(d, dv, dtype, softcap, heads_in_turns):
+    """Random masks, and documents whose tiles go up and down; dk and dv get the same bits again."""
+    lengths = [1, 3, 600, 5, 128, 256, 700, 17, 100, 315]
+    given = [random_mask(random.Random(seed), 64 + 37 * seed) for seed in range(32)]
+    given += [
+        masks.causal(2125),
+        masks.documents([sum(lengths[:n]) for n in range(11)], causal=True),
+    ]
+    for seed, mask in enumerate(given):
+        rng = random.Random(seed)
+        hk = rng.choice([1, 2, 3])
+        case = Case(
+            mask=mask, hq=hk * rng.randrange(1, 9), hk=hk, d=d, dv=dv, dtype=dtype, device="cuda",
+            seed=seed, softcap=softcap, scale=rng.choice([None, 0.3, -0.2]),
+        )  # fmt: skip
+        assert_right(case, backend="hopper")
+        first, again = (run_case(case, backend="hopper") for _ in range(2))
+        assert torch.equal(first["dk"], again["dk"]) and torch.equal(first["dv"], again["dv"])
+    assert len(heads_in_turns) >= len(given) - 2  # masks that show nothing need none
+    strides = {x for made in heads_in_turns for x in made[:, key_order.STRIDE].tolist()}
+    assert len(strides) == 2  # upwards, and downwards
+
+
+@pytest.mark.usefixtures("no_portable_backward")
+@pytest.mark.parametrize(("d", "dv"), [named(128, 128, marks="-together")])
+def test_heads_in_turns_by_choice(d, dv):
+    """Of a mask for which they are chosen, against dq apart: the same dk and dv to the last bit of
+    bf16, or the one before it, since blocks are added in another order."""
+    mask = masks.documents([0, 1500, 4000, 4096], causal=True)
+    assert (
+        hopper_bwd_launch.fastest_way(*(mask, 64, d, dv, 8, 132, 50 << 20), in_order=True)
+        == "together"
+    )
+    q, k, v, dout = (
+        torch.randn(4096, heads, dim, device="cuda", dtype=BF16)
+        for heads, dim in ((64, d), (8, d), (8, dv), (64, dv))
+    )
+    given = [x.requires_grad_() for x in (q, k, v)]
+    fast, fixed = (
+        torch.autograd.grad(
+            flex_flash_attn_func(*given, mask, backend="hopper", deterministic=deterministic)[0],
+            given,
+            dout,
+        )
+        for deterministic in (False, True)
+    )
+    for x, y in zip(fast, fixed, strict=True):
+        torch.testing.assert_close(x, y, rtol=2**-6, atol=2e-3)
 
 
 @pytest.mark.usefixtures("no_portable_backward")

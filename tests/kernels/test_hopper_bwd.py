@@ -342,24 +342,31 @@ def test_splits_when_they_end_earlier():
     assert chosen(masks.full(256), 8) == 8  # 16 blocks of threads for 132 SMs
 
 
+SHORT_DOCUMENTS = masks.documents([*range(0, 2000, 200), *range(2000, 4097, 600)], causal=True)
+
+
 @pytest.mark.parametrize(
-    ("mask", "apart"),
+    ("mask", "way", "without_order"),
     [
-        (masks.full(8192), False),
-        (masks.causal(4096), True),  # those that run at once have 65 to 33 blocks each
-        (masks.causal(16384), False),  # 257 to 225
-        (masks.causal(1024), False),  # all of it nearly fits into the L2
-        (masks.sliding_window(8192, left=1024), False),
-        (masks.documents([0, 3000, 5000, 8192], causal=True), True),
-        (masks.documents([0, 3000, 5000, 8192]), False),  # tiles of a document are alike
+        (masks.full(8192), "plain", "plain"),
+        (masks.causal(1024), "plain", "plain"),  # all of it nearly fits into the L2
+        (masks.causal(2048), "apart", "apart"),  # heads are split
+        (masks.causal(4096), "together", "apart"),  # those that run at once have 65 to 33 blocks
+        (masks.causal(16384), "together", "plain"),  # 257 to 225
+        (masks.sliding_window(8192, left=1024), "plain", "plain"),
+        (masks.documents([0, 3000, 5000, 8192], causal=True), "together", "apart"),
+        (masks.documents([0, 3000, 5000, 8192]), "plain", "plain"),  # tiles of a document are alike
+        (SHORT_DOCUMENTS, "apart", "apart"),  # few tiles for each row
     ],
 )
-def test_dq_apart_where_tiles_do_not_stay_together(mask, apart):
-    def faster(hq: int, d: int) -> bool:
-        return hopper_bwd_launch._apart_is_faster(mask, hq, d, d, 8, sms=132, l2=50 << 20)
+def test_the_way_of_dq(mask, way, without_order):
+    def fastest(hq: int, d: int, in_order: bool) -> str:
+        return hopper_bwd_launch.fastest_way(mask, hq, d, d, 8, 132, 50 << 20, in_order=in_order)
 
-    assert faster(64, 128) is apart
-    assert not faster(8, 128) and not faster(64, 64)
+    assert fastest(64, 128, True) == way
+    assert fastest(64, 128, False) == without_order
+    assert fastest(8, 128, True) == "plain"
+    assert fastest(64, 64, False) == "plain"
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,10 @@ from keel.kernels.hopper_bwd_producer import (
     Q_FREE,
     Inputs,
     Numbers,
+    end_of_turn,
     my_tile,
     producer,
+    way_through,
 )
 from keel.kernels.hopper_common import PART as HALF
 from keel.kernels.hopper_common import as_offset, capped_with_slope, hidden_zero, mark, work_of
@@ -170,7 +172,7 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
     # where there are registers for it
     AHEAD: gl.constexpr = (not form.HAS_SOFTCAP and not form.PERSISTENT
-                           and (BM == HALF or not MASKED))
+                           and ((BM == HALF and not form.TOGETHER) or not MASKED))
     stage = count % form.STAGES
     phase = (count // form.STAGES) & 1
     first = hidden_zero()
@@ -295,24 +297,12 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work,
 
 
 @gluon.jit
-def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, turn, count):
-    """One tile; returns the number of blocks used so far."""
-    BM: gl.constexpr = form.BM
-    D: gl.constexpr = form.D
-    s_l: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    kv_l: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_l, k_width=2)
-    tile = my_tile(inputs, numbers, form, work)
-    mine = cid * HALF + gl.arange(0, HALF, gl.SliceLayout(1, s_l))
+def go_by_heads(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, tile, dk, dv, count,
+                mine, s_l: gl.constexpr, a_l: gl.constexpr):
+    """All rows of a tile, for one head after the other."""
     key = origin_of(inputs.terms, numbers.tq, form, tile.key0 + cid * HALF)
-    dk = gl.zeros([HALF, D], gl.float32, kv_l)
-    dv = gl.zeros([HALF, D], gl.float32, kv_l)
     head = tile.lane * numbers.heads_each
     end_head = head + numbers.heads_each
-    mbarrier.wait(ring.k_full, turn & 1)
-    mbarrier.wait(ring.v_full, turn & 1)
     while head < end_head:
         run = tile.first
         row = gl.load(inputs.RUNS + run * 4)
@@ -326,14 +316,14 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
                 while row < end:
                     dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, lo,
                                   hi, key, alibi, False, s_l, a_l)
-                    row += BM
+                    row += form.BM
                     count += 1
             else:
                 next_lo, next_hi = bounds(inputs, form, run + 1, mine)
                 while row < end:
                     dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, lo,
                                   hi, key, alibi, True, s_l, a_l)
-                    row += BM
+                    row += form.BM
                     count += 1
                 lo = next_lo
                 hi = next_hi
@@ -341,6 +331,70 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
             end = next_end
             run += 1
         head += 1
+    return dk, dv, count
+
+
+@gluon.jit
+def go_together(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, tile, dk, dv, mine,
+                s_l: gl.constexpr, a_l: gl.constexpr):
+    """All rows of a tile, heads in turns (`key_order`). Nothing is read ahead of a run: there are
+    few, and no registers for it."""
+    first_head = tile.lane * numbers.heads_each
+    end_head = first_head + numbers.heads_each
+    count = 0
+    run = tile.first
+    while run < tile.last:
+        row, end, stride = way_through(inputs, run)
+        if run < tile.split:
+            while row != end:
+                stop = end_of_turn(row, end, stride)
+                for head in range(first_head, end_head):
+                    at = row
+                    while at != stop:
+                        dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, at, head,
+                                      None, None, None, None, False, s_l, a_l)
+                        at += stride
+                        count += 1
+                row = stop
+        else:
+            lo, hi = bounds(inputs, form, run, mine)
+            while row != end:
+                stop = end_of_turn(row, end, stride)
+                for head in range(first_head, end_head):
+                    at = row
+                    while at != stop:
+                        # else what heads have in common is kept, in registers that are not there
+                        here = at + hidden_zero()
+                        dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, here, head,
+                                      lo, hi, None, None, True, s_l, a_l)
+                        at += stride
+                        count += 1
+                row = stop
+        run += 1
+    return dk, dv
+
+
+@gluon.jit
+def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, turn, count):
+    """One tile; returns the number of blocks used so far."""
+    BM: gl.constexpr = form.BM
+    D: gl.constexpr = form.D
+    s_l: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    kv_l: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_l, k_width=2)
+    tile = my_tile(inputs, numbers, form, work)
+    mine = cid * HALF + gl.arange(0, HALF, gl.SliceLayout(1, s_l))
+    dk = gl.zeros([HALF, D], gl.float32, kv_l)
+    dv = gl.zeros([HALF, D], gl.float32, kv_l)
+    mbarrier.wait(ring.k_full, turn & 1)
+    mbarrier.wait(ring.v_full, turn & 1)
+    if form.TOGETHER:
+        dk, dv = go_together(cid, inputs, numbers, ring, form, tile, dk, dv, mine, s_l, a_l)
+    else:
+        dk, dv, count = go_by_heads(cid, inputs, numbers, ring, form, tile, dk, dv, count, mine,
+                                    s_l, a_l)
     put_away(cid, inputs, numbers, ring, form, work, dk, dv)
     tma.store_wait(0)
     return count

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from keel import key_order
 from keel.kernels.flash_common import l2_bytes, num_sms, score_tensors, section_heads
 from keel.kernels.gradient_sums import gradient_sums
 from keel.kernels.hopper_dq_launch import add_dbias_in_order, fill_dq, term_flags, term_numbers
@@ -21,16 +23,17 @@ from keel.kernels.hopper_launch import (
 )
 from keel.kernels.launch import Prepared, Recipe, launch
 from keel.kernels.steps import Steps
-from keel.key_records import key_records
+from keel.key_records import KeyRecords, key_records
 from keel.masks import AttnMask
 from keel.meta import Scoring
 from keel.tile_parts import end_of_last
-from keel.tile_records import TileRecords
 
 if TYPE_CHECKING:
     from keel.kernels.hopper_common import BackwardForm, WideForm
 
 Floats = NDArray[np.float64]
+Way = Literal["plain", "together", "apart"]
+"""How dq is made: beside dk and dv, also in another order of tiles and rows, or by itself."""
 
 MAX_TILES = 65_535
 """They are one dim of the grid, which ends there; two neighbours hold more tokens than fit one."""
@@ -119,17 +122,18 @@ def dq_apart(
     *,
     deterministic: bool,
     sm_margin: int,
+    outs_match: bool = True,
 ) -> bool:
     """Whether dq has a kernel of its own: where its order must not change, or where that is faster,
     and always for wide heads, for head dims to 64 with a softcap, and with bias or ALiBi.
 
     With it every score is computed twice, but nothing of dq is read and written again and again.
+    outs_match: dk and dv have the dtype of q.
     """
-    sms, l2 = num_sms(q.device) - sm_margin, l2_bytes(q.device)
     block_d = max(block_of(q.shape[2]), block_of(v.shape[2]))
     if block_d > NARROW or (scoring.softcap and block_d < NARROW) or _has_terms(scoring):
         return True  # no registers for it beside dk and dv
-    return deterministic or _apart_is_faster(mask, *q.shape[1:], v.shape[2], hk, sms, l2)
+    return deterministic or _way_of(mask, q, v, hk, sm_margin, outs_match) == "apart"
 
 
 def _has_terms(scoring: Scoring) -> bool:
@@ -137,24 +141,43 @@ def _has_terms(scoring: Scoring) -> bool:
     return scoring.bias is not None or scoring.alibi_slopes is not None
 
 
+def _way_of(
+    mask: AttnMask, q: torch.Tensor, v: torch.Tensor, hk: int, sm_margin: int, outs_match: bool
+) -> Way:
+    sms, l2 = num_sms(q.device) - sm_margin, l2_bytes(q.device)
+    return fastest_way(
+        *(mask, *q.shape[1:], v.shape[2], hk, sms, l2), in_order=outs_match and not sm_margin
+    )
+
+
 @functools.lru_cache(maxsize=256)
-def _apart_is_faster(
-    mask: AttnMask, hq: int, d: int, dim_v: int, hk: int, sms: int, l2: int
-) -> bool:
-    """Tiles of one document go through the query heads of a group one after the other. They stay
+def fastest_way(
+    mask: AttnMask, hq: int, d: int, dim_v: int, hk: int, sms: int, l2: int, *, in_order: bool
+) -> Way:
+    """How dq is made, where it could be made in every way.
+
+    Tiles of one document go through the query heads of a group one after the other. They stay
     together, and find rows of q, dout and dq in the L2, if they take equally long. Else each
-    brings all of that from memory, which is not fast enough for dq, twice four bytes a number.
+    brings all of that from memory, which is not fast enough for dq, twice four bytes a number. Then
+    an order helps in which they meet (`key_order`), if it may be changed (`in_order`) and there are
+    enough tiles for each row; and else a kernel for dq alone, which has no need of the others.
     """
     block_d = max(block_of(d), block_of(dim_v))
-    if hq == hk or block_d != NARROW or mask.tq * hq * (6 * d + 2 * dim_v) <= 2 * l2:
-        return False
-    by_keys = key_records(mask, HALF)
+    if hq == hk or mask.tq * hq * (6 * d + 2 * dim_v) <= 2 * l2:
+        return "plain"
+    tile_keys, block_m = tile_sizes(d, dim_v)
+    by_keys = key_records(mask, block_m, tile_keys)
     work = by_keys.tile_work
+    splits = _splits_for(mask, tile_keys, block_m, hk, hq // hk, sms)
+    if in_order and splits == 1 and key_order.pays(by_keys.records, work, hk):
+        return "together"
+    if block_d != NARROW:
+        return "plain"
     if len(work) < 2 or work[min(len(work) - 1, sms // hk)] > STILL_TOGETHER * work[0]:
-        return False
+        return "plain"
     tiles = by_keys.records.tiles
     first_rows = tiles[np.argsort(tiles[:, 0]), 6]
-    return bool(np.mean(first_rows[1:] == first_rows[:-1]) < 0.5)
+    return "apart" if np.mean(first_rows[1:] == first_rows[:-1]) < 0.5 else "plain"
 
 
 def choose_splits(tile_work: Floats, hk: int, group: int, sms: int) -> int:
@@ -220,13 +243,16 @@ def backward(
         return
     (tq, hq, d), (tk, hk, dim_v) = q.shape, v.shape
     tile_keys, block_m = tile_sizes(d, dim_v)
-    records = key_records(mask, block_m, tile_keys).records
+    by_keys = key_records(mask, block_m, tile_keys)
     if splits is None:
         sms = num_sms(q.device) - sm_margin
         splits = _splits_for(mask, tile_keys, block_m, hk, hq // hk, sms)
     if (hq // hk) % splits:
         raise ValueError(f"splits must divide the {hq // hk} query heads of a key head: {splits}")
     apart = apart or deterministic or max(d, dim_v) > NARROW or _has_terms(scoring)
+    outs_match = dk.dtype == dv.dtype == q.dtype
+    together = not apart and splits == 1 and not sm_margin and outs_match
+    together &= _way_of(mask, q, v, hk, sm_margin, outs_match) == "together"
     if apart:
         dq32 = None
     elif dq32 is None:
@@ -242,7 +268,7 @@ def backward(
     rows = (lse2, delta)
     launched = [
         _launch(
-            *(dout, q, k, v, *rows, mask, records, scoring, splits, sm_margin),
+            *(dout, q, k, v, *rows, mask, by_keys, scoring, splits, sm_margin, together),
             *(dq32, dk_out, dv_out),
         )
     ]
@@ -275,10 +301,11 @@ def _launch(
     lse2: torch.Tensor,
     delta: torch.Tensor,
     mask: AttnMask,
-    records: TileRecords,
+    by_keys: KeyRecords,
     scoring: Scoring,
     splits: int,
     sm_margin: int,
+    together: bool,
     dq32: torch.Tensor | None,
     dk: torch.Tensor,
     dv: torch.Tensor,
@@ -291,12 +318,14 @@ def _launch(
         kernel = hopper_bwd_wide.hopper_bwd_wide_kernel
     return launch(
         kernel,
-        (mask, scoring.scale, scoring.softcap, splits, sm_margin),
+        (mask, scoring.scale, scoring.softcap, splits, sm_margin, together),
         {
             **{"Q": q, "K": k, "V": v, "DO": dout, "LSE2": lse2, "DELTA": delta, "DQ32": dq32},
             **{"DK": dk, "DV": dv, "DK_OUT": dk, "DV_OUT": dv, **score_tensors(scoring)},
         },
-        lambda: _prepare(q, k, v, dout, records, scoring, splits, sm_margin, dq32, dk, dv),
+        lambda: _prepare(
+            *(q, k, v, dout, by_keys, scoring, splits, sm_margin, together, dq32, dk, dv)
+        ),
     )
 
 
@@ -305,10 +334,11 @@ def _prepare(
     k: torch.Tensor,
     v: torch.Tensor,
     dout: torch.Tensor,
-    records: TileRecords,
+    by_keys: KeyRecords,
     scoring: Scoring,
     splits: int,
     sm_margin: int,
+    together: bool,
     dq32: torch.Tensor | None,
     dk: torch.Tensor,
     dv: torch.Tensor,
@@ -319,6 +349,7 @@ def _prepare(
         outs_match=dk.dtype == dv.dtype == q.dtype,
         persistent=sm_margin > 0,
         with_dq=dq32 is not None,
+        together=together,
         has_softcap=scoring.softcap > 0,
         **term_flags(scoring),
     )
@@ -326,6 +357,7 @@ def _prepare(
     heads_each = hq // lanes
     if lanes == 0:
         return None
+    records = by_keys.records
     lane_bytes = tq * heads_each * (d + dim_v) * q.element_size()
     section = section_heads(lanes, lanes, lane_bytes, records.work, q.device)
     streamed = {
@@ -341,7 +373,12 @@ def _prepare(
         left_out += ["DK", "DV"]
     num_tiles = len(records.tiles)
     grid: tuple[int, ...] = (section, num_tiles, lanes // section)
-    if form.persistent:
+    if together:
+        sms = num_sms(q.device)
+        tiles = key_order.in_order(records, by_keys.tile_work, lanes, heads_each, sms)
+        records = replace(records, tiles=tiles)
+        grid = (len(tiles),)
+    elif form.persistent:
         grid = (min(num_sms(q.device) - sm_margin, num_tiles * lanes),)
     return Prepared(
         grid,
@@ -364,6 +401,7 @@ def choose_backward_form(
     outs_match: bool,
     persistent: bool,
     with_dq: bool,
+    together: bool = False,
     **scores: bool,
 ) -> BackwardForm | WideForm:
     """What is compiled for head dims; outs_match: dk and dv have the dtype of q.
@@ -384,5 +422,6 @@ def choose_backward_form(
         staged=outs_match,
         persistent=persistent,
         with_dq=with_dq,
+        together=together,
         **scores,
     )

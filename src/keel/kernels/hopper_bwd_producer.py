@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
+from keel import key_order
 from keel._versions import copy_async, tma_load
 from keel.kernels.hopper_common import FIELDS, place_of, wait_for, work_of
 from keel.kernels.hopper_common import PART as HALF
@@ -27,6 +28,9 @@ KV_FREE = gl.constexpr(14)
 """Keys and values, where a block of threads stays for more."""
 ARRIVALS = gl.constexpr(1 + 32)
 """At a barrier of a stage: one for the bytes that TMA brings, and each thread's small copies."""
+LANE = gl.constexpr(key_order.LANE)
+STRIDE = gl.constexpr(key_order.STRIDE)
+TURN = gl.constexpr(key_order.TURN)
 
 
 class Inputs(NamedTuple):
@@ -80,9 +84,13 @@ def my_tile(inputs, numbers, form: gl.constexpr, work):
     """A lane is a key head, or a part of the query heads that share one.
 
     The grid is (lanes of a section, tiles, sections), and starts in this order: the longest tiles
-    of the first section first. Blocks of threads that stay count work in the same order.
+    of the first section first. Blocks of threads that stay count work in the same order. Those
+    that go through rows together have a record each, which names their lane.
     """
-    if form.PERSISTENT:
+    if form.TOGETHER:
+        place = gl.program_id(0)
+        lane = gl.load(inputs.TILES + place * FIELDS + LANE)
+    elif form.PERSISTENT:
         place, lane = place_of(work, numbers.num_tiles, numbers.section)
     else:
         lane = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
@@ -90,6 +98,25 @@ def my_tile(inputs, numbers, form: gl.constexpr, work):
     record = inputs.TILES + place * FIELDS
     return Tile(gl.load(record), gl.load(record + 1), lane, gl.load(record + 2),
                 gl.load(record + 3), gl.load(record + 4), gl.load(record + 5))
+
+
+@gluon.jit
+def way_through(inputs, run):
+    """(row of the first block, where to stop, from a block to the next) of a run, upwards or
+    downwards as the record of this block of threads says."""
+    row = gl.load(inputs.RUNS + run * 4)
+    end = gl.load(inputs.RUNS + run * 4 + 1)
+    stride = gl.load(inputs.TILES + gl.program_id(0) * FIELDS + STRIDE)
+    if stride < 0:
+        row, end = end + stride, row + stride
+    return row, end, stride
+
+
+@gluon.jit
+def end_of_turn(row, end, stride):
+    """Where a head's turn ends that begins at row."""
+    far = row + stride * TURN
+    return gl.where(stride < 0, gl.maximum(far, end), gl.minimum(far, end))
 
 
 @gluon.jit
@@ -141,6 +168,27 @@ def bring(inputs, numbers, ring, form: gl.constexpr, count, row, head):
 
 
 @gluon.jit
+def bring_together(inputs, numbers, ring, form: gl.constexpr, tile, count):
+    """Blocks of rows, heads in turns (`key_order`); returns the number of blocks so far."""
+    first_head = tile.lane * numbers.heads_each
+    end_head = first_head + numbers.heads_each
+    run = tile.first
+    while run < tile.last:
+        row, end, stride = way_through(inputs, run)
+        while row != end:
+            stop = end_of_turn(row, end, stride)
+            for head in range(first_head, end_head):
+                at = row
+                while at != stop:
+                    bring(inputs, numbers, ring, form, count, at, head)
+                    at += stride
+                    count += 1
+            row = stop
+        run += 1
+    return count
+
+
+@gluon.jit
 def bring_tile(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
     """Returns the number of blocks brought so far."""
     tile = my_tile(inputs, numbers, form, work)
@@ -154,6 +202,8 @@ def bring_tile(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
     mbarrier.expect(ring.v_full, form.PARTS * HALF * form.DV * 2)
     for half in gl.static_range(form.PARTS):
         tma_load(inputs.v, [tile.key0 + half * HALF, kv_head, 0], ring.v_full, ring.v.index(half))
+    if form.TOGETHER:
+        return bring_together(inputs, numbers, ring, form, tile, count)
     head = tile.lane * numbers.heads_each
     end_head = head + numbers.heads_each
     while head < end_head:

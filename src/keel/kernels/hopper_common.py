@@ -112,6 +112,8 @@ class BackwardForm(Constants):
     """Blocks of threads stay and take one tile after the other, on fewer SMs than there are."""
     with_dq: bool = True
     """Else `hopper_bwd_dq` makes it, in a fixed order."""
+    together: bool = False
+    """Query heads that share keys take turns, so that tiles stay together: see `key_order`."""
     has_softcap: bool = False
     has_bias: bool = False
     has_alibi: bool = False
@@ -168,6 +170,11 @@ class WideForm(Constants):
     def parts(self) -> int:
         """Of 64 keys, in a tile: all are both consumers'."""
         return 1
+
+    @property
+    def together(self) -> bool:
+        """Heads come one after the other: dq is apart."""
+        return False
 
     @property
     def short(self) -> bool:

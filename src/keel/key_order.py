@@ -1,0 +1,135 @@
+"""Tiles of keys in an order, and rows in a direction, in which they find rows in the L2.
+
+Blocks of threads of the Hopper backward read queries and dout, and add to dq, for each query head
+that shares their keys: 64 KB for 64 rows of a head of 128 columns. That is too much for memory, so
+tiles of a document should be at the same rows at the same time. Their work differs: of a causal
+document each tile sees a block of rows or two less than the one before it, times the heads of a
+group. But all of them see the last row. So
+
+- heads take turns every few blocks of rows (`TURN`), in place of one after the other;
+- documents come one after the other, longest first, of as many key heads as fill the GPU;
+- tiles that start together go downwards, from the last row of their document, and are at the same
+  row until their own ends. When the shortest ends, the next tile takes its place, a long one; those
+  that start in this way end together, so they go upwards, and meet on their way to the last row.
+
+Which tiles start or end together is found by playing the schedule.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keel.masks.arrays import Ints
+from keel.tile_records import FIELDS, TileRecords
+from keel.tiling import Int32s
+
+Floats = NDArray[np.float64]
+
+LANE, STRIDE = 6, 7
+"""Fields of a record here: the key head, and from a block of rows to the next."""
+
+BESIDE = 2.0
+"""What a tile costs beside its blocks, in those."""
+
+FILLED = 0.9
+"""Of the SMs have a tile of one document, of as many key heads as that takes."""
+
+TURN = 4
+"""Blocks of rows of a head before it is the next one's turn. Fewer cost time, since what is made
+ready for a head is used once; with more, short documents miss the L2."""
+
+UNEVEN = 1.5
+"""Times the mean of its document has the longest tile, or more, where tiles lose each other."""
+
+LEAST_TILES = 4.0
+"""That see a row, or else there is too little to share."""
+
+MOST = 16_384
+"""Blocks of threads whose order is looked for: ten milliseconds."""
+
+
+def last_rows(records: TileRecords) -> Ints:
+    """(tiles,) end of the rows that see a tile, in blocks; 0 where nobody does."""
+    ends = np.append(records.runs[:, 1], 0).astype(np.int64)
+    first, last = records.tiles[:, 2], records.tiles[:, 4]
+    both = np.stack([first, last], 1).reshape(-1)
+    return np.where(first < last, np.maximum.reduceat(ends, both)[::2], 0)
+
+
+def documents(records: TileRecords) -> Ints:
+    """(tiles,) a number for each set of neighbours that end in the same block of rows."""
+    by_key = np.argsort(records.tiles[:, 0], kind="stable")
+    ends = last_rows(records)[by_key]
+    found = np.empty(len(ends), np.int64)
+    found[by_key] = np.cumsum(np.abs(np.diff(ends, prepend=ends[:1])) >= records.block_n)
+    return found
+
+
+def pays(records: TileRecords, tile_work: Floats, lanes: int) -> bool:
+    """Whether tiles lose each other in the usual order, and would find each other in this one:
+    those of a document see the same last row, differ in work, and are several for each row.
+
+    tile_work: as for `in_order`. Whether all rows fit into the L2 anyway is not looked at.
+    """
+    if not 0 < len(tile_work) * lanes <= MOST or not tile_work.any():
+        return False
+    which = documents(records)
+    size, longest = _longest(which, tile_work)
+    uneven = (size * longest).sum() / tile_work.sum()
+    rows = last_rows(records).max() - records.runs[:-2, 0].min()
+    tiles_of_row = tile_work.sum() * records.block_n / rows
+    return bool(2 * len(size) <= len(which) and uneven >= UNEVEN and tiles_of_row >= LEAST_TILES)
+
+
+def in_order(records: TileRecords, tile_work: Floats, lanes: int, group: int, sms: int) -> Int32s:
+    """(tiles * lanes, FIELDS): a record for each block of threads, in the order of their start.
+
+    tile_work: (tiles,) blocks of rows of each tile, for each of the `group` query heads of a lane.
+    """
+    which = documents(records)
+    size, longest = _longest(which, tile_work)
+    section = np.array([_lanes_that_fill(n, lanes, sms) for n in size.tolist()])[which]
+    tile, lane = (x.reshape(-1) for x in np.indices((len(which), lanes)))
+    of_tile = (records.tiles[:, 0], -tile_work, which, -longest[which])
+    key, less_work, document, shorter = (x[tile] for x in of_tile)
+    order = np.lexsort((lane, key, less_work, lane // section[tile], document, shorter))
+    tile, lane = tile[order], lane[order]
+    start, end = _schedule(tile_work[tile] * group + BESIDE, sms)
+    placed = np.empty((len(tile), FIELDS), np.int32)
+    placed[:] = records.tiles[tile]
+    placed[:, LANE] = lane
+    near = np.lexsort((np.arange(len(tile)), lane, which[tile]))
+    together = (np.diff(which[tile][near]) == 0) & (np.diff(lane[near]) == 0)
+    ends_closer = _gaps(end[near], together) < _gaps(start[near], together)
+    placed[near, STRIDE] = np.where(ends_closer, records.block_n, -records.block_n)
+    return placed
+
+
+def _longest(which: Ints, tile_work: Floats) -> tuple[Ints, Floats]:
+    """(documents,) number of tiles, and work of the longest."""
+    size = np.bincount(which)
+    longest = np.zeros(len(size))
+    np.maximum.at(longest, which, tile_work)
+    return size, longest
+
+
+def _lanes_that_fill(tiles: int, lanes: int, sms: int) -> int:
+    """The least divisor of lanes with which a document of so many tiles fills the SMs, or all."""
+    fits = (n for n in range(1, lanes + 1) if lanes % n == 0 and n * tiles >= FILLED * sms)
+    return next(fits, lanes)
+
+
+def _schedule(times: Floats, workers: int) -> tuple[Floats, Floats]:
+    """When each begins and ends, if a worker takes the next whenever it is free."""
+    free = [0.0] * workers
+    start = np.array([heapq.heapreplace(free, free[0] + time) for time in times.tolist()])
+    return start, start + times
+
+
+def _gaps(times: Floats, together: NDArray[np.bool_]) -> Floats:
+    """From each to the nearer of its two neighbours; infinite without any."""
+    gap = np.where(together, np.abs(np.diff(times)), np.inf)
+    return np.minimum(np.append(np.inf, gap), np.append(gap, np.inf))
