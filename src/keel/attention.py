@@ -459,7 +459,13 @@ def warmup(
     # never cut.
     short = masks.documents(range(0, 1025, 256))
     wide = (masks.full(64, 4096), masks.full(128, 4096))
-    for mask in (masks.causal(64), *wide, masks.causal(1001), short):
+    given = [masks.causal(64), *wide, masks.causal(1001), short]
+    if backward and where.type == "cuda" and torch.cuda.get_device_capability(where) == (9, 0):
+        from keel.kernels.hopper_bwd_launch import mask_of_turns
+
+        long = mask_of_turns(num_heads, num_kv_heads, head_dim, head_dim_v or head_dim, where)
+        given += [] if long is None else [long]
+    for mask in given:
         q, k, v = (
             torch.randn(tokens, heads, dim, dtype=dtype, device=where, requires_grad=backward)
             for tokens, heads, dim in (

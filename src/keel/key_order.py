@@ -44,6 +44,10 @@ an H200, why is not known; with longer ones short documents miss the L2."""
 UNEVEN = 1.5
 """Times the mean of its document has the longest tile, or more, where tiles lose each other."""
 
+MOST_ALIKE = 0.3
+"""Of a document's tiles have the work of the longest, or nearly so, at most: these stay together
+without help, and lose each other when some start later (a long prefix that all rows see)."""
+
 LEAST_TILES = 4.0
 """That see a row, or else there is too little to share."""
 
@@ -51,26 +55,33 @@ MOST = 16_384
 """Blocks of threads whose order is looked for: ten milliseconds."""
 
 
-def last_rows(records: TileRecords) -> Ints:
-    """(tiles,) end of the rows that see a tile, in blocks; 0 where nobody does."""
-    ends = np.append(records.runs[:, 1], 0).astype(np.int64)
-    first, last = records.tiles[:, 2], records.tiles[:, 4]
-    both = np.stack([first, last], 1).reshape(-1)
-    return np.where(first < last, np.maximum.reduceat(ends, both)[::2], 0)
+def rows_of(records: TileRecords) -> tuple[Ints, Ints]:
+    """(tiles,) first and end of the rows that see a tile, in blocks; 0 and 0 where nobody does."""
+    runs = np.append(records.runs[:, :2], [[0, 0]], axis=0).astype(np.int64)
+    bounds = records.tiles[:, [2, 4]]  # its runs
+    begin = np.minimum.reduceat(runs[:, 0], bounds.reshape(-1))[::2]
+    end = np.maximum.reduceat(runs[:, 1], bounds.reshape(-1))[::2]
+    seen = bounds[:, 0] < bounds[:, 1]
+    return np.where(seen, begin, 0), np.where(seen, end, 0)
 
 
 def documents(records: TileRecords) -> Ints:
-    """(tiles,) a number for each set of neighbours that end in the same block of rows."""
+    """(tiles,) a number for each set of neighbours that end in the same block of rows.
+
+    A tile whose rows begin in that block is not one of them: it may be of the next document.
+    """
     by_key = np.argsort(records.tiles[:, 0], kind="stable")
-    ends = last_rows(records)[by_key]
-    found = np.empty(len(ends), np.int64)
-    found[by_key] = np.cumsum(np.abs(np.diff(ends, prepend=ends[:1])) >= records.block_n)
+    begin, end = (rows[by_key] for rows in rows_of(records))
+    apart = np.abs(np.diff(end)) >= records.block_n
+    apart |= begin[1:] > end[:-1] - records.block_n
+    found = np.empty(len(end), np.int64)
+    found[by_key] = np.cumsum(np.append(False, apart)[: len(end)])
     return found
 
 
 def pays(records: TileRecords, tile_work: Floats, lanes: int) -> bool:
     """Whether tiles lose each other in the usual order, and would find each other in this one:
-    those of a document see the same last row, differ in work, and are several for each row.
+    those of a document see the same last row, all differ in work, and are several for each row.
 
     tile_work: as for `in_order`. Whether all rows fit into the L2 anyway is not looked at.
     """
@@ -79,9 +90,11 @@ def pays(records: TileRecords, tile_work: Floats, lanes: int) -> bool:
     which = documents(records)
     size, longest = _longest(which, tile_work)
     uneven = (size * longest).sum() / tile_work.sum()
-    rows = last_rows(records).max() - records.runs[:-2, 0].min()
-    tiles_of_row = tile_work.sum() * records.block_n / rows
-    return bool(2 * len(size) <= len(which) and uneven >= UNEVEN and tiles_of_row >= LEAST_TILES)
+    alike = np.average(tile_work > 0.95 * longest[which], weights=longest[which])
+    begin, end = (rows[tile_work > 0] for rows in rows_of(records))
+    tiles_of_row = tile_work.sum() * records.block_n / (end.max() - begin.min())
+    differ = uneven >= UNEVEN and alike <= MOST_ALIKE
+    return bool(2 * len(size) <= len(which) and differ and tiles_of_row >= LEAST_TILES)
 
 
 def in_order(records: TileRecords, tile_work: Floats, lanes: int, group: int, sms: int) -> Int32s:

@@ -112,8 +112,8 @@ def chosen_tiles(run: Run) -> Iterator[list[hopper_tiles.Tiles]]:
     if run.pack:
         patches += [(hopper_tiles, x, 0) for x in ("LEAST_SAVING", "LEAST_GAIN", "LONG_ROW")]
     order = mock.Mock(wraps=key_order.in_order)
+    patches.append((key_order, "in_order", order))
     if run.turns:
-        patches.append((key_order, "in_order", order))
         patches.append((hopper_bwd_launch, "fastest_way", lambda *_, in_order: "together"))
         patches.append((hopper_bwd_launch, "_splits_for", lambda *_: 1))
     with contextlib.ExitStack() as stack:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from keel import masks, ops
+from keel import key_order, masks, ops
 from keel.kernels import flash_bwd, hopper_bwd_launch, hopper_dq_launch, hopper_launch
 from keel.kernels.blocked import backward as blocked_backward
 from keel.key_records import KEYS, key_records
@@ -35,6 +35,11 @@ def work_of(prepared: Any) -> Iterator[tuple[int, int]]:
     """(lane, tile) of each block of threads, or of each of its turns."""
     given = prepared.arguments
     num_lanes = given["num_lanes" if "num_lanes" in given else "num_heads"]
+    if getattr(given["FORM"], "together", False):
+        tiles = given["TILES"].tolist()
+        assert prepared.grid == (len(tiles),)
+        yield from ((record[key_order.LANE], place) for place, record in enumerate(tiles))
+        return
     if not given["FORM"].persistent:
         section, num_tiles, sections = prepared.grid
         for z, y, x in itertools.product(range(sections), range(num_tiles), range(section)):
@@ -107,6 +112,8 @@ def walk(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
     assert form.with_dq == (tensors["DQ32"] is not None)
     for lane, y in work_of(prepared):
         key, key_end, first, split, last, whole = tiles[y][:6]
+        way = tiles[y][key_order.STRIDE] // form.bm if form.together else 1
+        assert abs(way) == 1
         if form.staged and whole:  # TMA clips at the end of the tensor
             assert key_end == min(key + num_keys, tk)
         kv_head = lane // given["splits"]
@@ -115,7 +122,7 @@ def walk(prepared: Any, tensors: dict[str, torch.Tensor]) -> None:
         for head in range(lane * given["heads_each"], (lane + 1) * given["heads_each"]):
             for run in range(first, last):
                 begin, end, key_set, _ = runs[run]
-                for row in range(begin, end, form.bm):
+                for row in range(begin, end, form.bm)[::way]:
                     rows = torch.arange(row, row + form.bm)
                     s = q[rows, head] @ k[keys, kv_head].T
                     more = added(given, tensors, head, rows, keys)
@@ -287,6 +294,29 @@ def test_gradients_of_the_records(
 
 
 @interpreted
+@pytest.mark.parametrize(("d", "hq", "hk"), [(128, 8, 2), (64, 6, 3)])
+@pytest.mark.parametrize("name", MASKS)
+def test_gradients_of_heads_in_turns(name, d, hq, hk, monkeypatch):
+    mask, ways = MASKS[name], []
+    monkeypatch.setattr(hopper_bwd_launch, "fastest_way", lambda *_, in_order: "together")
+    in_order = key_order.in_order
+    monkeypatch.setattr(
+        key_order, "in_order", lambda *args: ways.append(in_order(*args)) or ways[-1]
+    )
+    torch.manual_seed(0)
+    q, dout = torch.randn(2, mask.tq, hq, d).half().unbind()
+    k, v = torch.randn(2, mask.tk, hk, d).half().unbind()
+    grads, expected, launched = filled(
+        *(dout, q, k, v, mask, Scoring(scale=d**-0.5), monkeypatch),
+        **{"deterministic": False, "sm_margin": 0, "splits": 1},
+    )
+    assert launched == ["hopper_bwd_kernel"]
+    assert len(ways) == 1 and len(set(ways[0][:, key_order.LANE].tolist())) == hk
+    for ours, right in zip(grads, expected[:3], strict=True):
+        torch.testing.assert_close(ours.double(), right, rtol=2e-3, atol=2e-3)
+
+
+@interpreted
 @pytest.mark.parametrize(
     ("name", "d", "dv", "term", "margin", "deterministic", "softcap"),
     [  # sizes of the bias: h heads, q and k all of them
@@ -367,6 +397,20 @@ def test_the_way_of_dq(mask, way, without_order):
     assert fastest(64, 128, False) == without_order
     assert fastest(8, 128, True) == "plain"
     assert fastest(64, 64, False) == "plain"
+    assert fastest(32, 128, True) == (way if fastest(32, 128, False) == "apart" else "plain")
+
+
+@pytest.mark.parametrize(("hq", "hk"), [(64, 8), (32, 4), (128, 8), (48, 8), (40, 8)])
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_mask_that_warms_up_turns(hq, hk, d, monkeypatch):
+    monkeypatch.setattr(hopper_bwd_launch, "num_sms", lambda device: 132)
+    monkeypatch.setattr(hopper_bwd_launch, "l2_bytes", lambda device: 50 << 20)
+    given = hopper_bwd_launch.mask_of_turns(hq, hk, d, d, torch.device("meta"))
+    assert given is not None
+    way = hopper_bwd_launch.fastest_way(given, hq, d, d, hk, 132, 50 << 20, in_order=True)
+    assert way == "together"
+    assert hopper_bwd_launch.mask_of_turns(hq, hq, d, d, torch.device("meta")) is None
+    assert hopper_bwd_launch.mask_of_turns(hq, hk, d, 256, torch.device("meta")) is None
 
 
 @pytest.mark.parametrize(

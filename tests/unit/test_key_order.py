@@ -40,7 +40,9 @@ def test_documents_end_in_the_same_block_of_rows():
     records = key_records(masks.documents([0, 640, 1500], causal=True), 64).records
     by_key = np.argsort(records.tiles[:, 0])
     assert key_order.documents(records)[by_key].tolist() == [0] * 5 + [1] * 7
-    assert key_order.last_rows(records)[by_key].tolist() == [640] * 5 + [1536] * 7
+    assert key_order.rows_of(records)[1][by_key].tolist() == [640] * 5 + [1536] * 7
+    small = key_records(masks.documents(range(0, 1001, 100), causal=True), 128).records
+    assert len(set(key_order.documents(small).tolist())) == len(small.tiles)
     window = key_records(masks.sliding_window(2000, left=300), 64).records
     assert len(set(key_order.documents(window).tolist())) == 14  # the last 3 of 16 see the last row
 
@@ -48,7 +50,9 @@ def test_documents_end_in_the_same_block_of_rows():
 def test_a_tile_that_nobody_sees():
     slices = masks.AttnSlice.of_type((0, 300), (400, 700), 1)
     made = key_records(AttnMask([slices], 300, 700), 64)
-    assert key_order.last_rows(made.records)[made.tile_work == 0].tolist() == [0] * 3
+    first, end = (rows.tolist() for rows in key_order.rows_of(made.records))
+    assert [x > 0 for x in end] == [x > 0 for x in made.tile_work]
+    assert min(first) == 0 and max(end) == 320
     assert len(placed(made, 2, 4)) == 2 * len(made.tile_work)
     empty = key_records(AttnMask([], 300, 700), 64)
     assert not key_order.pays(empty.records, empty.tile_work, 8)
@@ -135,6 +139,8 @@ def test_tiles_meet(mask, most):
         (masks.documents(range(0, 8193, 2048), causal=True), True),
         (masks.documents(range(0, 8193, 256), causal=True), False),  # few tiles for a row
         (masks.documents(range(0, 8193, 2048)), False),
+        (masks.prefix_lm([0, 8192], prefix_lengths=[4096]), False),  # half of them are alike
+        (masks.prefix_lm([0, 8192], prefix_lengths=[1024]), True),
         (masks.causal(300_000), False),  # too many to look at
     ],
 )
