@@ -51,6 +51,9 @@ without help, and lose each other when some start later (a long prefix that all 
 LEAST_TILES = 4.0
 """That see a row, or else there is too little to share."""
 
+NO_TURNS = 1 << 20
+"""In the place of TURN: heads come one after the other."""
+
 MOST = 16_384
 """Blocks of threads whose order is looked for: ten milliseconds."""
 
@@ -97,10 +100,32 @@ def pays(records: TileRecords, tile_work: Floats, lanes: int) -> bool:
     return bool(2 * len(size) <= len(which) and differ and tiles_of_row >= LEAST_TILES)
 
 
-def in_order(records: TileRecords, tile_work: Floats, lanes: int, group: int, sms: int) -> Int32s:
-    """(tiles * lanes, FIELDS): a record for each block of threads, in the order of their start.
+def as_usual(
+    records: TileRecords, tile_work: Floats, lanes: int, group: int, section: int, sms: int
+) -> Int32s:
+    """(turns * workers, FIELDS): for blocks of threads that stay, longest tiles first, upwards;
+    lanes in sections, one after the other."""
+    tile, lane = (x.reshape(-1) for x in np.indices((len(records.tiles), lanes)))
+    order = np.lexsort((lane, tile, lane // section))
+    placed = records.tiles[tile[order]].copy()
+    placed[:, LANE] = lane[order]
+    placed[:, STRIDE] = records.block_n
+    return _dealt(placed, tile_work[tile[order]] * group + BESIDE, sms)
+
+
+def in_order(
+    records: TileRecords,
+    tile_work: Floats,
+    lanes: int,
+    group: int,
+    sms: int,
+    *,
+    stay: bool = False,
+) -> Int32s:
+    """(tiles * lanes, FIELDS): a record for each tile and lane, in the order of their start.
 
     tile_work: (tiles,) blocks of rows of each tile, for each of the `group` query heads of a lane.
+    stay: for blocks of threads that stay, (turns * workers, FIELDS), as `as_usual`.
     """
     which = documents(records)
     size, longest = _longest(which, tile_work)
@@ -110,7 +135,9 @@ def in_order(records: TileRecords, tile_work: Floats, lanes: int, group: int, sm
     key, less_work, document, shorter = (x[tile] for x in of_tile)
     order = np.lexsort((lane, key, less_work, lane // section[tile], document, shorter))
     tile, lane = tile[order], lane[order]
-    start, end = _schedule(tile_work[tile] * group + BESIDE, sms)
+    times = tile_work[tile] * group + BESIDE
+    start = _schedule(times, sms)[0]
+    end = start + times
     placed = np.empty((len(tile), FIELDS), np.int32)
     placed[:] = records.tiles[tile]
     placed[:, LANE] = lane
@@ -118,7 +145,7 @@ def in_order(records: TileRecords, tile_work: Floats, lanes: int, group: int, sm
     together = (np.diff(which[tile][near]) == 0) & (np.diff(lane[near]) == 0)
     ends_closer = _gaps(end[near], together) < _gaps(start[near], together)
     placed[near, STRIDE] = np.where(ends_closer, records.block_n, -records.block_n)
-    return placed
+    return _dealt(placed, times, sms) if stay else placed
 
 
 def _longest(which: Ints, tile_work: Floats) -> tuple[Ints, Floats]:
@@ -135,11 +162,32 @@ def _lanes_that_fill(tiles: int, lanes: int, sms: int) -> int:
     return next(fits, lanes)
 
 
-def _schedule(times: Floats, workers: int) -> tuple[Floats, Floats]:
-    """When each begins and ends, if a worker takes the next whenever it is free."""
-    free = [0.0] * workers
-    start = np.array([heapq.heapreplace(free, free[0] + time) for time in times.tolist()])
-    return start, start + times
+def _schedule(times: Floats, workers: int) -> tuple[Floats, Ints]:
+    """(items,) when each begins and with whom, if a worker takes the next whenever it is free."""
+    free = [(0.0, worker) for worker in range(workers)]
+    begun = []
+    for time in times.tolist():
+        begun.append(free[0])
+        heapq.heapreplace(free, (free[0][0] + time, free[0][1]))
+    start, worker = np.array(begun).reshape(-1, 2).T
+    return start, worker.astype(np.int64)
+
+
+def _dealt(placed: Int32s, times: Floats, workers: int) -> Int32s:
+    """(turns * workers, FIELDS): records of the first turn, of the second, and so on. Each worker
+    has what it would have taken whenever it was free, and zeros behind its last."""
+    workers = min(workers, len(placed))
+    if len(placed) <= MOST:
+        worker = _schedule(times, workers)[1]
+    else:  # so many that it does not matter: from left to right, then back
+        turn, worker = np.divmod(np.arange(len(placed)), workers)
+        worker = np.where(turn % 2, workers - 1 - worker, worker)
+    by_worker = np.argsort(worker, kind="stable")
+    first = np.append(0, np.cumsum(np.bincount(worker, minlength=workers)))
+    turn = np.arange(len(placed)) - first[worker[by_worker]]
+    dealt = np.zeros(((int(turn.max(initial=-1)) + 2) * workers, FIELDS), np.int32)
+    dealt[turn * workers + worker[by_worker]] = placed[by_worker]
+    return dealt
 
 
 def _gaps(times: Floats, together: NDArray[np.bool_]) -> Floats:

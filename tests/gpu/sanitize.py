@@ -75,6 +75,7 @@ RUNS = [
     Run("backward turns", turns=True),
     Run("backward turns d64", d=64, turns=True),
     Run("backward margin", options={"sm_margin": 130}),
+    Run("backward margin turns", turns=True, options={"sm_margin": 130}),
     Run("backward deterministic", options={"deterministic": True}),
     Run("backward d64 deterministic", d=64, options={"deterministic": True}),
     Run("backward d256 margin", d=256, options={"sm_margin": 130}),

@@ -132,8 +132,8 @@ def heads_in_turns(monkeypatch):
     """Wherever it is possible, and each tile in any direction; a list of the orders."""
     made, in_order, rng = [], key_order.in_order, np.random.default_rng(0)
 
-    def noted(*args):
-        order = in_order(*args)
+    def noted(*args, **more):
+        order = in_order(*args, **more)
         order[:, key_order.STRIDE] *= rng.choice([-1, 1], len(order)).astype(np.int32)
         made.append(order)
         return order
@@ -155,7 +155,9 @@ def heads_in_turns(monkeypatch):
     ],
 )
 def test_heads_in_turns(d, dv, dtype, softcap, heads_in_turns):
-    """Random masks, causal ones and documents; dk and dv get the same bits again."""
+    """Random masks, causal ones and documents, with blocks of threads that stay and without; dk and
+    dv get the same bits again."""
+    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     lengths = [1, 3, 600, 5, 128, 256, 700, 17, 100, 315]
     given = [random_mask(random.Random(seed), 64 + 37 * seed) for seed in range(32)]
     given += [
@@ -169,10 +171,11 @@ def test_heads_in_turns(d, dv, dtype, softcap, heads_in_turns):
             mask=mask, hq=hk * rng.randrange(1, 9), hk=hk, d=d, dv=dv, dtype=dtype, device="cuda",
             seed=seed, softcap=softcap, scale=rng.choice([None, 0.3, -0.2]),
         )  # fmt: skip
-        assert_right(case, backend="hopper")
-        first, again = (run_case(case, backend="hopper") for _ in range(2))
-        assert torch.equal(first["dk"], again["dk"]) and torch.equal(first["dv"], again["dv"])
-    assert len(heads_in_turns) >= sum(mask.area() > 0 for mask in given)
+        for margin in (0, rng.choice([1, 100, sms - 3])):
+            assert_right(case, backend="hopper", sm_margin=margin)
+            first, again = (run_case(case, backend="hopper", sm_margin=margin) for _ in range(2))
+            assert torch.equal(first["dk"], again["dk"]) and torch.equal(first["dv"], again["dv"])
+    assert len(heads_in_turns) >= 2 * sum(mask.area() > 0 for mask in given)
     strides = np.concatenate(heads_in_turns)[:, key_order.STRIDE]
     assert (strides > 0).any() and (strides < 0).any()
 
@@ -183,7 +186,9 @@ def test_heads_in_turns_by_choice(d, dv, monkeypatch):
     """Of a mask for which they are chosen, against dq apart, whose blocks are added in another
     order."""
     in_order, asked = key_order.in_order, []
-    monkeypatch.setattr(key_order, "in_order", lambda *x: asked.append(x) or in_order(*x))
+    monkeypatch.setattr(
+        key_order, "in_order", lambda *x, **more: asked.append(x) or in_order(*x, **more)
+    )
     mask = masks.documents([0, 1500, 4000, 4096], causal=True)
     q, k, v, dout = (
         torch.randn(4096, heads, dim, device="cuda", dtype=BF16)

@@ -35,17 +35,24 @@ def work_of(prepared: Any) -> Iterator[tuple[int, int]]:
     """(lane, tile) of each block of threads, or of each of its turns."""
     given = prepared.arguments
     num_lanes = given["num_lanes" if "num_lanes" in given else "num_heads"]
+    tiles, section = given["TILES"].tolist(), given["section"]
     if getattr(given["FORM"], "together", False):
-        tiles = given["TILES"].tolist()
-        assert prepared.grid == (len(tiles),)
-        yield from ((record[key_order.LANE], place) for place, record in enumerate(tiles))
+        (grid,) = prepared.grid
+        assert given["turn"] in (key_order.TURN, key_order.NO_TURNS)
+        stays = given["FORM"].persistent
+        assert stays or grid == len(tiles) == given["num_tiles"] * num_lanes
+        for place in range(grid):
+            for work in itertools.count(place, grid):
+                yield tiles[work][key_order.LANE], work
+                if not stays or tiles[work + grid][1] == 0:
+                    break
         return
     if not given["FORM"].persistent:
         section, num_tiles, sections = prepared.grid
         for z, y, x in itertools.product(range(sections), range(num_tiles), range(section)):
             yield z * section + x, y
         return
-    (grid,), section = prepared.grid, given["section"]
+    (grid,) = prepared.grid
     in_a_section = given["num_tiles"] * section
     num_work = given["num_tiles"] * num_lanes
     for place in range(grid):
@@ -294,21 +301,25 @@ def test_gradients_of_the_records(
 
 
 @interpreted
-@pytest.mark.parametrize(("d", "hq", "hk"), [(128, 8, 2), (64, 6, 3)])
+@pytest.mark.parametrize(
+    ("d", "hq", "hk", "margin"), [(128, 8, 2, 0), (64, 6, 3, 0), (64, 6, 3, 1)]
+)
 @pytest.mark.parametrize("name", MASKS)
-def test_gradients_of_heads_in_turns(name, d, hq, hk, monkeypatch):
+def test_gradients_of_heads_in_turns(name, d, hq, hk, margin, monkeypatch):
     mask, ways = MASKS[name], []
     monkeypatch.setattr(hopper_bwd_launch, "fastest_way", lambda *_, in_order: "together")
     in_order = key_order.in_order
     monkeypatch.setattr(
-        key_order, "in_order", lambda *args: ways.append(in_order(*args)) or ways[-1]
+        key_order,
+        "in_order",
+        lambda *args, stay: ways.append(in_order(*args, stay=stay)) or ways[-1],
     )
     torch.manual_seed(0)
     q, dout = torch.randn(2, mask.tq, hq, d).half().unbind()
     k, v = torch.randn(2, mask.tk, hk, d).half().unbind()
     grads, expected, launched = filled(
         *(dout, q, k, v, mask, Scoring(scale=d**-0.5), monkeypatch),
-        **{"deterministic": False, "sm_margin": 0, "splits": 1},
+        **{"deterministic": False, "sm_margin": margin, "splits": 1},
     )
     assert launched == ["hopper_bwd_kernel"]
     assert len(ways) == 1 and len(set(ways[0][:, key_order.LANE].tolist())) == hk

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -34,6 +35,44 @@ def test_each_tile_once_for_each_lane(mask, lanes, group):
     for lane in range(lanes):
         mine = found[found[:, LANE] == lane]
         assert np.array_equal(mine[np.argsort(mine[:, 0])][:, :LANE], times)
+
+
+@settings(max_examples=60)
+@given(
+    attn_masks(max_tokens=700),
+    st.sampled_from([(1, 8), (6, 3), (8, 8)]),
+    st.integers(1, 9),
+    st.booleans(),
+    st.booleans(),
+)
+def test_those_that_stay_have_each_tile_once(mask, heads, workers, many, in_turns):
+    """Dealt by rounds, with zeros behind the last of each: as if who is free took the next. Of too
+    many, all have the same number."""
+    lanes, group = heads
+    made = key_records(mask, 64)
+    given = (made.records, made.tile_work, lanes, group)
+    with mock.patch.object(key_order, "MOST", 0 if many else 1000):
+        if in_turns:
+            dealt = key_order.in_order(*given, workers, stay=True)
+        else:
+            dealt = key_order.as_usual(*given, section=lanes, sms=workers)
+    once = key_order.in_order(*given, workers) if in_turns else usual(made, lanes)
+    workers = min(workers, len(once))
+    rounds = dealt.reshape(-1, workers, key_order.FIELDS)
+    there = rounds[:, :, 1] > 0
+    assert not there[-1].any() and not rounds[~there].any()
+    hands = [rounds[there[:, n], n].tolist() for n in range(workers)]
+    assert [len(hand) for hand in hands] == [np.argmin(column) for column in there.T]
+    work_of_key = dict(zip(made.records.tiles[:, 0].tolist(), made.tile_work, strict=True))
+    load = [0.0] * workers
+    for place, record in enumerate(once.tolist()):
+        taker = load.index(min(load))
+        if many:  # from left to right, then back
+            taker = place % workers
+            taker = workers - 1 - taker if place // workers % 2 else taker
+        assert hands[taker].pop(0) == record
+        load[taker] += work_of_key[record[0]] * group + key_order.BESIDE
+    assert not any(hands)
 
 
 def test_documents_end_in_the_same_block_of_rows():

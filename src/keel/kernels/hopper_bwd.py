@@ -44,10 +44,12 @@ from keel.kernels.hopper_bwd_producer import (
     end_of_turn,
     my_tile,
     producer,
+    round_of,
     way_through,
+    work_behind,
 )
 from keel.kernels.hopper_common import PART as HALF
-from keel.kernels.hopper_common import as_offset, capped_with_slope, hidden_zero, mark, work_of
+from keel.kernels.hopper_common import as_offset, capped_with_slope, hidden_zero, mark
 from keel.kernels.hopper_staging import store_turned
 from keel.kernels.hopper_terms import (
     Terms,
@@ -335,19 +337,18 @@ def go_by_heads(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, ti
 
 
 @gluon.jit
-def go_together(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, tile, dk, dv, mine,
-                s_l: gl.constexpr, a_l: gl.constexpr):
+def go_together(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, tile, dk, dv,
+                count, mine, s_l: gl.constexpr, a_l: gl.constexpr):
     """All rows of a tile, heads in turns (`key_order`). Nothing is read ahead of a run: there are
     few, and no registers for it."""
     first_head = tile.lane * numbers.heads_each
     end_head = first_head + numbers.heads_each
-    count = 0
     run = tile.first
     while run < tile.last:
-        row, end, stride = way_through(inputs, run)
+        row, end, stride = way_through(inputs, work, run)
         if run < tile.split:
             while row != end:
-                stop = end_of_turn(row, end, stride)
+                stop = end_of_turn(numbers, row, end, stride)
                 for head in range(first_head, end_head):
                     at = row
                     while at != stop:
@@ -359,7 +360,7 @@ def go_together(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, ti
         else:
             lo, hi = bounds(inputs, form, run, mine)
             while row != end:
-                stop = end_of_turn(row, end, stride)
+                stop = end_of_turn(numbers, row, end, stride)
                 for head in range(first_head, end_head):
                     at = row
                     while at != stop:
@@ -371,11 +372,11 @@ def go_together(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, ti
                         count += 1
                 row = stop
         run += 1
-    return dk, dv
+    return dk, dv, count
 
 
 @gluon.jit
-def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, turn, count):
+def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, count):
     """One tile; returns the number of blocks used so far."""
     BM: gl.constexpr = form.BM
     D: gl.constexpr = form.D
@@ -388,10 +389,11 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
     mine = cid * HALF + gl.arange(0, HALF, gl.SliceLayout(1, s_l))
     dk = gl.zeros([HALF, D], gl.float32, kv_l)
     dv = gl.zeros([HALF, D], gl.float32, kv_l)
-    mbarrier.wait(ring.k_full, turn & 1)
-    mbarrier.wait(ring.v_full, turn & 1)
+    mbarrier.wait(ring.k_full, round_of(form, work) & 1)
+    mbarrier.wait(ring.v_full, round_of(form, work) & 1)
     if form.TOGETHER:
-        dk, dv = go_together(cid, inputs, numbers, ring, form, tile, dk, dv, mine, s_l, a_l)
+        dk, dv, count = go_together(cid, inputs, numbers, ring, form, work, tile, dk, dv, count,
+                                    mine, s_l, a_l)
     else:
         dk, dv, count = go_by_heads(cid, inputs, numbers, ring, form, tile, dk, dv, count, mine,
                                     s_l, a_l)
@@ -404,16 +406,13 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
 def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     count = 0
     if form.PERSISTENT:
-        num_work = numbers.num_tiles * numbers.num_lanes
-        turn = 0
         work = gl.program_id(0)
-        while work < num_work:
-            count = work_on(cid, inputs, numbers, ring, form, work, turn, count)
+        while work >= 0:
+            count = work_on(cid, inputs, numbers, ring, form, work, count)
             mark(KV_FREE)
-            turn += 1
-            work = work_of(turn)
+            work = work_behind(inputs, numbers, form, work)
     else:
-        work_on(cid, inputs, numbers, ring, form, 0, 0, count)
+        work_on(cid, inputs, numbers, ring, form, gl.program_id(0), count)
 
 
 @gluon.jit
@@ -426,11 +425,11 @@ def second_consumer(inputs, numbers, ring, form: gl.constexpr):
     consumer(1, inputs, numbers, ring, form)
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
+@gluon.jit(do_not_specialize=[*NUMBERS, "turn"])
 def hopper_bwd_kernel(
     Q, K, V, DO, DQ32, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS, KEY_LO, KEY_HI,
     BIAS, SLOPES, OFFSET,
-    scale, tq, splits, heads_each, num_tiles, section, num_lanes, softcap,
+    scale, tq, splits, heads_each, num_tiles, section, num_lanes, turn, softcap,
     tk, stride_bh, stride_bi,
     FORM: gl.constexpr,
 ):
@@ -472,7 +471,7 @@ def hopper_bwd_kernel(
     terms = Terms(BIAS, SLOPES, OFFSET, tk, stride_bh, stride_bi)
     inputs = Inputs(Q, K, V, DO, DQ32, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS,
                     KEY_LO, KEY_HI, terms)
-    numbers = Numbers(scale, softcap, tq, splits, heads_each, num_tiles, section, num_lanes)
+    numbers = Numbers(scale, softcap, tq, splits, heads_each, num_tiles, section, num_lanes, turn)
     gl.warp_specialize([
         (first_consumer, (inputs, numbers, ring, FORM)),
         (second_consumer, (inputs, numbers, ring, FORM)),

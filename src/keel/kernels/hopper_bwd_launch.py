@@ -149,9 +149,7 @@ def _way_of(
     mask: AttnMask, q: torch.Tensor, v: torch.Tensor, hk: int, sm_margin: int, outs_match: bool
 ) -> Way:
     sms, l2 = num_sms(q.device) - sm_margin, l2_bytes(q.device)
-    return fastest_way(
-        *(mask, *q.shape[1:], v.shape[2], hk, sms, l2), in_order=outs_match and not sm_margin
-    )
+    return fastest_way(*(mask, *q.shape[1:], v.shape[2], hk, sms, l2), in_order=outs_match)
 
 
 @functools.lru_cache(maxsize=256)
@@ -269,9 +267,7 @@ def backward(
     apart = apart or deterministic or max(d, dim_v) > NARROW or _has_terms(scoring)
     outs_match = dk.dtype == dv.dtype == q.dtype
     together = (
-        not (apart or sm_margin)
-        and splits == 1
-        and _way_of(mask, q, v, hk, sm_margin, outs_match) == "together"
+        not apart and splits == 1 and _way_of(mask, q, v, hk, sm_margin, outs_match) == "together"
     )
     if apart:
         dq32 = None
@@ -364,12 +360,14 @@ def _prepare(
     dv: torch.Tensor,
 ) -> Prepared | None:
     (tq, hq, d), (tk, hk, dim_v) = q.shape, v.shape
+    stay, with_dq = sm_margin > 0, dq32 is not None
     form = choose_backward_form(
         *(d, dim_v),
         outs_match=dk.dtype == dv.dtype == q.dtype,
-        persistent=sm_margin > 0,
-        with_dq=dq32 is not None,
-        together=together,
+        persistent=stay,
+        with_dq=with_dq,
+        # what stays has no registers to read runs ahead, so it is compiled for turns, long ones
+        together=together or (stay and with_dq),
         has_softcap=scoring.softcap > 0,
         **term_flags(scoring),
     )
@@ -384,7 +382,8 @@ def _prepare(
         **{"Q": describing(q, (form.bm, form.d)), "DO": describing(dout, (form.bm, form.dv))},
         **{"K": describing(k, (HALF, form.d)), "V": describing(v, (HALF, form.dv))},
     }
-    left_out = ["DQ32"] if max(d, dim_v) > NARROW else []  # no argument there
+    wide = max(d, dim_v) > NARROW
+    left_out = ["DQ32"] if wide else []  # no argument there
     if dq32 is not None:
         streamed["DQ32"] = describing(dq32, (HALF, HALF))
     if form.staged:
@@ -393,13 +392,19 @@ def _prepare(
         left_out += ["DK", "DV"]
     num_tiles = len(records.tiles)
     grid: tuple[int, ...] = (section, num_tiles, lanes // section)
-    if together:
-        sms = num_sms(q.device)
-        tiles = key_order.in_order(records, by_keys.tile_work, lanes, heads_each, sms)
+    sms = num_sms(q.device) - sm_margin
+    if form.together:
+        if together:
+            work = by_keys.tile_work
+            tiles = key_order.in_order(records, work, lanes, heads_each, sms, stay=stay)
+        else:
+            tiles = key_order.as_usual(
+                *(records, by_keys.tile_work, lanes, heads_each, section, sms)
+            )
         records = replace(records, tiles=tiles)
         grid = (len(tiles),)
-    elif form.persistent:
-        grid = (min(num_sms(q.device) - sm_margin, num_tiles * lanes),)
+    if stay:
+        grid = (min(sms, num_tiles * lanes),)
     return Prepared(
         grid,
         {
@@ -407,6 +412,7 @@ def _prepare(
             **{"scale": scoring.scale, "softcap": scoring.softcap, "tq": tq, "FORM": form},
             **{"splits": splits, "heads_each": heads_each, "num_lanes": lanes},
             **{"num_tiles": num_tiles, "section": section, **term_numbers(scoring, hq, tq, tk)},
+            **({} if wide else {"turn": key_order.TURN if together else key_order.NO_TURNS}),
         },
         num_warps=4,
         streamed=streamed,

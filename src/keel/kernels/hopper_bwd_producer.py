@@ -30,7 +30,6 @@ ARRIVALS = gl.constexpr(1 + 32)
 """At a barrier of a stage: one for the bytes that TMA brings, and each thread's small copies."""
 LANE = gl.constexpr(key_order.LANE)
 STRIDE = gl.constexpr(key_order.STRIDE)
-TURN = gl.constexpr(key_order.TURN)
 
 
 class Inputs(NamedTuple):
@@ -63,6 +62,8 @@ class Numbers(NamedTuple):
     num_tiles: Any
     section: Any
     num_lanes: Any
+    turn: Any
+    """Blocks of rows of a head before it is the next one's turn, where they take turns."""
 
 
 NUMBERS = ["tq", "splits", "heads_each", "num_tiles", "section", "num_lanes", *TERM_NUMBERS]
@@ -85,10 +86,10 @@ def my_tile(inputs, numbers, form: gl.constexpr, work):
 
     The grid is (lanes of a section, tiles, sections), and starts in this order: the longest tiles
     of the first section first. Blocks of threads that stay count work in the same order. Those
-    that go through rows together have a record each, which names their lane.
+    that go through rows together have a record for each tile and lane.
     """
     if form.TOGETHER:
-        place = gl.program_id(0)
+        place = work
         lane = gl.load(inputs.TILES + place * FIELDS + LANE)
     elif form.PERSISTENT:
         place, lane = place_of(work, numbers.num_tiles, numbers.section)
@@ -101,21 +102,39 @@ def my_tile(inputs, numbers, form: gl.constexpr, work):
 
 
 @gluon.jit
-def way_through(inputs, run):
+def round_of(form: gl.constexpr, work):
+    """How many tiles this block of threads had before."""
+    return work // gl.num_programs(0) if form.PERSISTENT else 0
+
+
+@gluon.jit
+def work_behind(inputs, numbers, form: gl.constexpr, work):
+    """What a block of threads that stays does next; -1: it is done."""
+    if form.TOGETHER:  # dealt by the host, with zeros behind the last of each
+        work += gl.num_programs(0)
+        done = gl.load(inputs.TILES + work * FIELDS + 1) == 0
+    else:
+        work = work_of(round_of(form, work) + 1)
+        done = work >= numbers.num_tiles * numbers.num_lanes
+    return gl.where(done, -1, work)
+
+
+@gluon.jit
+def way_through(inputs, work, run):
     """(row of the first block, where to stop, from a block to the next) of a run, upwards or
-    downwards as the record of this block of threads says."""
+    downwards as the record of this tile says."""
     row = gl.load(inputs.RUNS + run * 4)
     end = gl.load(inputs.RUNS + run * 4 + 1)
-    stride = gl.load(inputs.TILES + gl.program_id(0) * FIELDS + STRIDE)
+    stride = gl.load(inputs.TILES + work * FIELDS + STRIDE)
     if stride < 0:
         row, end = end + stride, row + stride
     return row, end, stride
 
 
 @gluon.jit
-def end_of_turn(row, end, stride):
+def end_of_turn(numbers, row, end, stride):
     """Where a head's turn ends that begins at row."""
-    far = row + stride * TURN
+    far = row + stride * numbers.turn
     return gl.where(stride < 0, gl.maximum(far, end), gl.minimum(far, end))
 
 
@@ -168,15 +187,15 @@ def bring(inputs, numbers, ring, form: gl.constexpr, count, row, head):
 
 
 @gluon.jit
-def bring_together(inputs, numbers, ring, form: gl.constexpr, tile, count):
+def bring_together(inputs, numbers, ring, form: gl.constexpr, work, tile, count):
     """Blocks of rows, heads in turns (`key_order`); returns the number of blocks so far."""
     first_head = tile.lane * numbers.heads_each
     end_head = first_head + numbers.heads_each
     run = tile.first
     while run < tile.last:
-        row, end, stride = way_through(inputs, run)
+        row, end, stride = way_through(inputs, work, run)
         while row != end:
-            stop = end_of_turn(row, end, stride)
+            stop = end_of_turn(numbers, row, end, stride)
             for head in range(first_head, end_head):
                 at = row
                 while at != stop:
@@ -189,12 +208,12 @@ def bring_together(inputs, numbers, ring, form: gl.constexpr, tile, count):
 
 
 @gluon.jit
-def bring_tile(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
+def bring_tile(inputs, numbers, ring, form: gl.constexpr, work, count):
     """Returns the number of blocks brought so far."""
     tile = my_tile(inputs, numbers, form, work)
     kv_head = tile.lane // numbers.splits
     if form.PERSISTENT:
-        if turn > 0:
+        if round_of(form, work) > 0:
             wait_for(KV_FREE)
     mbarrier.expect(ring.k_full, form.PARTS * HALF * form.D * 2)
     for half in gl.static_range(form.PARTS):
@@ -203,7 +222,7 @@ def bring_tile(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
     for half in gl.static_range(form.PARTS):
         tma_load(inputs.v, [tile.key0 + half * HALF, kv_head, 0], ring.v_full, ring.v.index(half))
     if form.TOGETHER:
-        return bring_together(inputs, numbers, ring, form, tile, count)
+        return bring_together(inputs, numbers, ring, form, work, tile, count)
     head = tile.lane * numbers.heads_each
     end_head = head + numbers.heads_each
     while head < end_head:
@@ -228,16 +247,13 @@ def bring_tile(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
 def producer(inputs, numbers, ring, form: gl.constexpr):
     count = 0
     if form.PERSISTENT:
-        num_work = numbers.num_tiles * numbers.num_lanes
-        turn = 0
         work = gl.program_id(0)
-        while work < num_work:
-            count = bring_tile(inputs, numbers, ring, form, work, turn, count)
-            turn += 1
-            work = work_of(turn)
+        while work >= 0:
+            count = bring_tile(inputs, numbers, ring, form, work, count)
+            work = work_behind(inputs, numbers, form, work)
         wait_for(KV_FREE)
     else:
-        count = bring_tile(inputs, numbers, ring, form, 0, 0, count)
+        count = bring_tile(inputs, numbers, ring, form, gl.program_id(0), count)
     for block in range(gl.maximum(count - form.STAGES, 0), count):  # marks nobody waited for
         wait_for(Q_FREE + block % form.STAGES)
         wait_for(DO_FREE + block % form.STAGES)

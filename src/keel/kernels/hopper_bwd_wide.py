@@ -43,9 +43,11 @@ from keel.kernels.hopper_bwd_producer import (
     Numbers,
     my_tile,
     producer,
+    round_of,
+    work_behind,
 )
 from keel.kernels.hopper_common import PART as HALF
-from keel.kernels.hopper_common import add_product, hidden_zero, mark, no_sums, scores, work_of
+from keel.kernels.hopper_common import add_product, hidden_zero, mark, no_sums, scores
 from keel.kernels.hopper_terms import Terms, bias_by_keys, origin_of, slope_of, with_bias
 
 # fmt: off
@@ -138,7 +140,7 @@ def add_to_dk(ring, form: gl.constexpr, dk, count, s_l: gl.constexpr):
 
 
 @gluon.jit
-def values(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
+def values(inputs, numbers, ring, form: gl.constexpr, work, count):
     """dv of one tile; returns the number of blocks used so far."""
     s_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
@@ -148,7 +150,7 @@ def values(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
     dv = no_sums(form.DV, False)
     head = tile.lane * numbers.heads_each
     end_head = head + numbers.heads_each
-    mbarrier.wait(ring.k_full, turn & 1)
+    mbarrier.wait(ring.k_full, round_of(form, work) & 1)
     while head < end_head:
         run = tile.first
         row = gl.load(inputs.RUNS + run * 4)
@@ -184,7 +186,7 @@ def values(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
 
 
 @gluon.jit
-def keys(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
+def keys(inputs, numbers, ring, form: gl.constexpr, work, count):
     """dk of one tile; returns the number of blocks used so far."""
     s_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
@@ -192,7 +194,7 @@ def keys(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
     dk = no_sums(form.D, form.SHORT)
     head = tile.lane * numbers.heads_each
     end_head = head + numbers.heads_each
-    mbarrier.wait(ring.v_full, turn & 1)
+    mbarrier.wait(ring.v_full, round_of(form, work) & 1)
     while head < end_head:
         run = tile.first
         row = gl.load(inputs.RUNS + run * 4)
@@ -222,16 +224,13 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     gradient: gl.constexpr = values if cid == 0 else keys
     count = 0
     if form.PERSISTENT:
-        num_work = numbers.num_tiles * numbers.num_lanes
-        turn = 0
         work = gl.program_id(0)
-        while work < num_work:
-            count = gradient(inputs, numbers, ring, form, work, turn, count)
+        while work >= 0:
+            count = gradient(inputs, numbers, ring, form, work, count)
             mark(KV_FREE)
-            turn += 1
-            work = work_of(turn)
+            work = work_behind(inputs, numbers, form, work)
     else:
-        gradient(inputs, numbers, ring, form, 0, 0, count)
+        gradient(inputs, numbers, ring, form, 0, count)
 
 
 @gluon.jit
@@ -284,7 +283,7 @@ def hopper_bwd_wide_kernel(
     terms = Terms(BIAS, SLOPES, OFFSET, tk, stride_bh, stride_bi)
     inputs = Inputs(Q, K, V, DO, None, None, None, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS,
                     KEY_LO, KEY_HI, terms)
-    numbers = Numbers(scale, softcap, tq, splits, heads_each, num_tiles, section, num_lanes)
+    numbers = Numbers(scale, softcap, tq, splits, heads_each, num_tiles, section, num_lanes, 0)
     gl.warp_specialize([
         (first_consumer, (inputs, numbers, ring, FORM)),
         (second_consumer, (inputs, numbers, ring, FORM)),
