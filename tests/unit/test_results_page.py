@@ -67,3 +67,14 @@ def test_sections_come_with_their_files(tmp_path: Path) -> None:
     assert "Measured on: G; torch 2." in text
     with pytest.raises(SystemExit, match="is no folder"):
         results_page.main(["--results", str(tmp_path / "nowhere")])
+
+
+def test_the_newest_of_rows_of_the_same(tmp_path: Path) -> None:
+    (tmp_path / "backward_memory.csv").write_text(
+        "mask,tokens,hq,hk,d,provider,extra_mib,stated_mib,q_mib\n"
+        "full,64,2,1,8,keel,7,7,1\nfull,64,2,1,8,fa3,9,nan,1\nfull,64,2,1,8,keel,5,5,1\n"
+    )
+    text = results_page.make_page(tmp_path, tmp_path / "results.md")
+    rows = [line for line in text.splitlines() if line.startswith("| full")]
+    assert rows == ["| full | 64 | 2 | 1 | 8 | keel | 5 | 5 | 1 |",
+                    "| full | 64 | 2 | 1 | 8 | fa3 | 9 | nan | 1 |"]  # fmt: skip
