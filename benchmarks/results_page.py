@@ -151,15 +151,15 @@ def muon_section(title: str) -> Callable[[Path, Sequence[Line], Path], str]:
 
 
 def plain_section(
-    title: str, columns: Sequence[str], *, named_by: int | None = None
+    title: str, columns: Sequence[str], *, named_by: Sequence[str] = ()
 ) -> Callable[[Path, Sequence[Line], Path], str]:
-    """The rows of a short CSV, of these columns; where the first few of them say what a row is of,
-    the newest of each."""
+    """The rows of a short CSV, of these columns; where some of them say what a row is of, only the
+    newest of each."""
 
     def section(path: Path, lines: Sequence[Line], page: Path) -> str:
         kept = [c for c in columns if c in lines[0]]
-        if named_by is not None:
-            newest = {tuple(row[c] for c in kept[:named_by]): row for row in lines}
+        if named_by:
+            newest = {tuple(row[c] for c in named_by): row for row in lines}
             lines = list(newest.values())
         body = [[row[c] for c in kept] for row in lines]
         return "\n\n".join([f"## {title}", _measured_on(lines), _table(kept, body)])
@@ -222,12 +222,12 @@ SECTIONS: dict[str, Callable[[Path, Sequence[Line], Path], str]] = {
     "backward_ways.csv": plain_section(
         "The backward in other ways",
         ("mask", "tokens", "hq", "hk", "d", "terms", "way", "ms", "of_plain", "tflops", "error"),
-        named_by=7,
+        named_by=("mask", "tokens", "hq", "hk", "d", "terms", "way"),
     ),
     "backward_memory.csv": plain_section(
         "Device memory of the backward, beyond inputs and gradients",
         ("mask", "tokens", "hq", "hk", "d", "provider", "extra_mib", "stated_mib", "q_mib"),
-        named_by=6,
+        named_by=("mask", "tokens", "hq", "hk", "d", "provider"),
     ),
     "short_rows.csv": plain_section(
         "Few queries, many keys: query heads packed into tiles and apart",

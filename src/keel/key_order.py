@@ -52,10 +52,11 @@ LEAST_TILES = 4.0
 """That see a row, or else there is too little to share."""
 
 NO_TURNS = 1 << 20
-"""In the place of TURN: heads come one after the other."""
+"""In the place of TURN: heads come one after the other, in each run of blocks."""
 
 MOST = 16_384
-"""Blocks of threads whose order is looked for: ten milliseconds."""
+"""Blocks of threads whose order is looked for, which takes twenty milliseconds, or that are dealt
+to those that stay by playing their schedule."""
 
 
 def rows_of(records: TileRecords) -> tuple[Ints, Ints]:
@@ -110,7 +111,12 @@ def as_usual(
     placed = records.tiles[tile[order]].copy()
     placed[:, LANE] = lane[order]
     placed[:, STRIDE] = records.block_n
-    return _dealt(placed, tile_work[tile[order]] * group + BESIDE, sms)
+    if len(placed) <= MOST:
+        return _dealt(placed, _schedule(tile_work[tile[order]] * group + BESIDE, sms)[1])
+    # so many that it does not matter: from left to right, then back
+    workers = min(sms, len(placed))
+    turn, worker = np.divmod(np.arange(len(placed)), workers)
+    return _dealt(placed, np.where(turn % 2, workers - 1 - worker, worker))
 
 
 def in_order(
@@ -136,7 +142,7 @@ def in_order(
     order = np.lexsort((lane, key, less_work, lane // section[tile], document, shorter))
     tile, lane = tile[order], lane[order]
     times = tile_work[tile] * group + BESIDE
-    start = _schedule(times, sms)[0]
+    start, worker = _schedule(times, sms)
     end = start + times
     placed = np.empty((len(tile), FIELDS), np.int32)
     placed[:] = records.tiles[tile]
@@ -145,7 +151,7 @@ def in_order(
     together = (np.diff(which[tile][near]) == 0) & (np.diff(lane[near]) == 0)
     ends_closer = _gaps(end[near], together) < _gaps(start[near], together)
     placed[near, STRIDE] = np.where(ends_closer, records.block_n, -records.block_n)
-    return _dealt(placed, times, sms) if stay else placed
+    return _dealt(placed, worker) if stay else placed
 
 
 def _longest(which: Ints, tile_work: Floats) -> tuple[Ints, Floats]:
@@ -164,26 +170,25 @@ def _lanes_that_fill(tiles: int, lanes: int, sms: int) -> int:
 
 def _schedule(times: Floats, workers: int) -> tuple[Floats, Ints]:
     """(items,) when each begins and with whom, if a worker takes the next whenever it is free."""
-    free = [(0.0, worker) for worker in range(workers)]
-    begun = []
+    free = [(0.0, worker) for worker in range(min(workers, len(times)))]
+    starts, takers = [], []
     for time in times.tolist():
-        begun.append(free[0])
-        heapq.heapreplace(free, (free[0][0] + time, free[0][1]))
-    start, worker = np.array(begun).reshape(-1, 2).T
-    return start, worker.astype(np.int64)
+        start, taker = free[0]
+        starts.append(start)
+        takers.append(taker)
+        heapq.heapreplace(free, (start + time, taker))
+    return np.array(starts), np.array(takers, np.int64)
 
 
-def _dealt(placed: Int32s, times: Floats, workers: int) -> Int32s:
-    """(turns * workers, FIELDS): records of the first turn, of the second, and so on. Each worker
-    has what it would have taken whenever it was free, and zeros behind its last."""
-    workers = min(workers, len(placed))
-    if len(placed) <= MOST:
-        worker = _schedule(times, workers)[1]
-    else:  # so many that it does not matter: from left to right, then back
-        turn, worker = np.divmod(np.arange(len(placed)), workers)
-        worker = np.where(turn % 2, workers - 1 - worker, worker)
+def _dealt(placed: Int32s, worker: Ints) -> Int32s:
+    """(turns * workers, FIELDS): what each worker has in the first turn, in the second, and so on,
+    in the order of the records, and zeros behind its last.
+
+    worker: (records,) who takes each; all of them take one.
+    """
+    workers = int(worker.max(initial=-1)) + 1
     by_worker = np.argsort(worker, kind="stable")
-    first = np.append(0, np.cumsum(np.bincount(worker, minlength=workers)))
+    first = np.append(0, np.cumsum(np.bincount(worker)))
     turn = np.arange(len(placed)) - first[worker[by_worker]]
     dealt = np.zeros(((int(turn.max(initial=-1)) + 2) * workers, FIELDS), np.int32)
     dealt[turn * workers + worker[by_worker]] = placed[by_worker]

@@ -195,17 +195,16 @@ def test_heads_in_turns_by_choice(d, dv, monkeypatch):
         for heads, dim in ((64, d), (8, d), (8, dv), (64, dv))
     )
     given = [x.requires_grad_() for x in (q, k, v)]
-    fast, fixed = (
+    fast, on_fewer_sms, fixed = (
         torch.autograd.grad(
-            flex_flash_attn_func(*given, mask, backend="hopper", deterministic=deterministic)[0],
-            given,
-            dout,
+            flex_flash_attn_func(*given, mask, backend="hopper", **options)[0], given, dout
         )
-        for deterministic in (False, True)
+        for options in ({}, {"sm_margin": 8}, {"deterministic": True})
     )
-    assert len(asked) == 1
-    for x, y in zip(fast, fixed, strict=True):
-        torch.testing.assert_close(x, y, rtol=2**-6, atol=2e-3)
+    assert len(asked) == 2
+    for grads in (fast, on_fewer_sms):
+        for x, y in zip(grads, fixed, strict=True):
+            torch.testing.assert_close(x, y, rtol=2**-6, atol=2e-3)
 
 
 @pytest.mark.usefixtures("no_portable_backward")

@@ -38,7 +38,6 @@ def work_of(prepared: Any) -> Iterator[tuple[int, int]]:
     tiles, section = given["TILES"].tolist(), given["section"]
     if getattr(given["FORM"], "together", False):
         (grid,) = prepared.grid
-        assert given["turn"] in (key_order.TURN, key_order.NO_TURNS)
         stays = given["FORM"].persistent
         assert stays or grid == len(tiles) == given["num_tiles"] * num_lanes
         for place in range(grid):
@@ -224,6 +223,7 @@ def filled(
     *,
     dbias: Any = None,
     sm_margin: int,
+    turns: bool = False,
     **options: Any,
 ) -> tuple[list[torch.Tensor], tuple[Any, ...], list[str]]:
     """(dq, dk, dv) of the walks, (dq, dk, dv, dbias) as they should be, and what was launched."""
@@ -241,6 +241,11 @@ def filled(
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         prepared = prepare()
         assert sm_margin == 0 or prepared.grid[0] <= 4 - sm_margin
+        if kernel.__name__ == "hopper_bwd_kernel":
+            expected_turn = key_order.TURN if turns else key_order.NO_TURNS
+            assert prepared.arguments["turn"] == expected_turn
+            form = prepared.arguments["FORM"]
+            assert form.together == (turns or (sm_margin > 0 and form.with_dq))
         walks[kernel.__name__](prepared, tensors)
 
     walks = dict.fromkeys(("hopper_bwd_kernel", "hopper_bwd_wide_kernel"), walk)
@@ -319,7 +324,7 @@ def test_gradients_of_heads_in_turns(name, d, hq, hk, margin, monkeypatch):
     k, v = torch.randn(2, mask.tk, hk, d).half().unbind()
     grads, expected, launched = filled(
         *(dout, q, k, v, mask, Scoring(scale=d**-0.5), monkeypatch),
-        **{"deterministic": False, "sm_margin": margin, "splits": 1},
+        **{"deterministic": False, "sm_margin": margin, "splits": 1, "turns": True},
     )
     assert launched == ["hopper_bwd_kernel"]
     assert len(ways) == 1 and len(set(ways[0][:, key_order.LANE].tolist())) == hk
@@ -409,6 +414,19 @@ def test_the_way_of_dq(mask, way, without_order):
     assert fastest(8, 128, True) == "plain"
     assert fastest(64, 64, False) == "plain"
     assert fastest(32, 128, True) == (way if fastest(32, 128, False) == "apart" else "plain")
+
+
+@pytest.mark.parametrize("margin", [0, 8])
+@pytest.mark.parametrize("outs_match", [True, False])
+def test_the_way_of_dq_with_a_margin(margin, outs_match, monkeypatch):
+    monkeypatch.setattr(hopper_bwd_launch, "num_sms", lambda device: 132)
+    monkeypatch.setattr(hopper_bwd_launch, "l2_bytes", lambda device: 50 << 20)
+    q, v = (torch.empty(4096, heads, 128, device="meta") for heads in (64, 8))
+    found = hopper_bwd_launch.dq_apart(
+        *(masks.causal(4096), q, v, 8, Scoring(scale=1.0)),
+        **{"deterministic": False, "sm_margin": margin, "outs_match": outs_match},
+    )
+    assert found is not outs_match  # heads take turns where dk and dv can leave by TMA
 
 
 @pytest.mark.parametrize(("hq", "hk"), [(64, 8), (32, 4), (128, 8), (48, 8), (40, 8)])

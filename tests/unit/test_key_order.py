@@ -40,23 +40,24 @@ def test_each_tile_once_for_each_lane(mask, lanes, group):
 @settings(max_examples=60)
 @given(
     attn_masks(max_tokens=700),
-    st.sampled_from([(1, 8), (6, 3), (8, 8)]),
+    st.sampled_from([(1, 1, 8), (6, 2, 3), (6, 6, 3), (8, 4, 8)]),
     st.integers(1, 9),
-    st.booleans(),
-    st.booleans(),
+    st.sampled_from(["in turns", "as usual", "many"]),
 )
-def test_those_that_stay_have_each_tile_once(mask, heads, workers, many, in_turns):
+def test_those_that_stay_have_each_tile_once(mask, heads, workers, way):
     """Dealt by rounds, with zeros behind the last of each: as if who is free took the next. Of too
-    many, all have the same number."""
-    lanes, group = heads
+    many tiles, all have as many, or one less."""
+    lanes, section, group = heads
     made = key_records(mask, 64)
     given = (made.records, made.tile_work, lanes, group)
-    with mock.patch.object(key_order, "MOST", 0 if many else 1000):
-        if in_turns:
-            dealt = key_order.in_order(*given, workers, stay=True)
-        else:
-            dealt = key_order.as_usual(*given, section=lanes, sms=workers)
-    once = key_order.in_order(*given, workers) if in_turns else usual(made, lanes)
+    if way == "in turns":
+        dealt = key_order.in_order(*given, workers, stay=True)
+        once = key_order.in_order(*given, workers)
+    else:
+        with mock.patch.object(key_order, "MOST", 0 if way == "many" else 1000):
+            dealt = key_order.as_usual(*given, section=section, sms=workers)
+        once = usual(made, lanes)
+        once = once[np.argsort(once[:, LANE] // section, kind="stable")]
     workers = min(workers, len(once))
     rounds = dealt.reshape(-1, workers, key_order.FIELDS)
     there = rounds[:, :, 1] > 0
@@ -67,7 +68,7 @@ def test_those_that_stay_have_each_tile_once(mask, heads, workers, many, in_turn
     load = [0.0] * workers
     for place, record in enumerate(once.tolist()):
         taker = load.index(min(load))
-        if many:  # from left to right, then back
+        if way == "many":  # from left to right, then back
             taker = place % workers
             taker = workers - 1 - taker if place // workers % 2 else taker
         assert hands[taker].pop(0) == record

@@ -339,8 +339,8 @@ def go_by_heads(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, ti
 @gluon.jit
 def go_together(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, tile, dk, dv,
                 count, mine, s_l: gl.constexpr, a_l: gl.constexpr):
-    """All rows of a tile, heads in turns (`key_order`). Nothing is read ahead of a run: there are
-    few, and no registers for it."""
+    """All rows of a tile, heads in turns (`key_order`). Nothing is read ahead of a run: where heads
+    take turns there are few, and there are no registers for it."""
     first_head = tile.lane * numbers.heads_each
     end_head = first_head + numbers.heads_each
     run = tile.first

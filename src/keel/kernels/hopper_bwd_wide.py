@@ -230,7 +230,7 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
             mark(KV_FREE)
             work = work_behind(inputs, numbers, form, work)
     else:
-        gradient(inputs, numbers, ring, form, 0, count)
+        gradient(inputs, numbers, ring, form, gl.program_id(0), count)
 
 
 @gluon.jit

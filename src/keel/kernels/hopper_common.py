@@ -113,7 +113,8 @@ class BackwardForm(Constants):
     with_dq: bool = True
     """Else `hopper_bwd_dq` makes it, in a fixed order."""
     together: bool = False
-    """Query heads that share keys take turns, so that tiles stay together: see `key_order`."""
+    """Query heads that share keys take turns, so that tiles stay together: see `key_order`. Blocks
+    of threads that stay and make dq have such records too, with turns or without."""
     has_softcap: bool = False
     has_bias: bool = False
     has_alibi: bool = False
