@@ -146,9 +146,12 @@ def loops_of(compiled: Any) -> list[list[str]]:
 
 
 def spills_in_loops(compiled: Any) -> int:
-    """Local loads and stores inside of `loops_of`."""
-    ops = [op for body in loops_of(compiled) for op in body]
-    return sum(bool(re.search(r"\b(LDL|STL)\b", op)) for op in ops)
+    return spills_of(loops_of(compiled))
+
+
+def spills_of(loops: list[list[str]]) -> int:
+    """Local loads and stores."""
+    return sum(bool(re.search(r"\b(LDL|STL)\b", op)) for body in loops for op in body)
 
 
 def absent_pointers(kernel: Any, on: dict[str, bool]) -> dict[str, None]:

@@ -8,7 +8,8 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, ParamSpec, TypeVar
@@ -248,13 +249,63 @@ def fp_fusion() -> bool:
 def for_few_registers() -> dict[str, Any]:
     """Options of a launch for which LLVM orders instructions so that few registers are needed.
 
-    Triton 3.9 has such an option, and needs it: it copies operands of products that are in
-    registers, and its ptxas, 13.4, keeps many of the copies, where older ones see that nobody
-    needs them.
+    Triton 3.9 has such an option, and needs it.
     """
     from triton.backends.nvidia.compiler import CUDAOptions
 
     return {"sched4reg": True} if "sched4reg" in CUDAOptions.__dataclass_fields__ else {}
+
+
+_choosing = threading.RLock()
+
+
+@contextlib.contextmanager
+def sparing_ptxas(wanted: bool = True) -> Iterator[dict[str, Any]]:
+    """While Hopper kernels are compiled: by the ptxas that needs the fewest registers. Yields
+    options of the launch, by which Triton's cache tells what another one made.
+
+    Triton 3.9 copies operands of products that are in registers. It comes with two: 13.4, which it
+    takes for Hopper, keeps many of the copies, and loops spill; 12.9, for older GPUs, sees that
+    nobody needs them.
+    """
+    other = _other_ptxas() if wanted else None
+    if other is None:
+        yield {}
+        return
+    from triton import knobs
+
+    path, options = other
+    with _choosing, knobs.nvidia.scope():
+        knobs.nvidia.ptxas_blackwell = path
+        yield options
+
+
+@functools.cache
+def _other_ptxas() -> tuple[str, dict[str, Any]] | None:
+    """(path, options) of `sparing_ptxas`; None where there is one alone, or the user chose it."""
+    try:
+        from triton import knobs
+        from triton.backends.nvidia import compiler
+
+        nvidia = knobs.nvidia
+        if "TRITON_PTXAS_BLACKWELL_PATH" in os.environ or "ptxas_blackwell" in vars(nvidia):
+            return None
+        usual, other = compiler.get_ptxas(90), nvidia.ptxas
+        if int(usual.version.split(".")[0]) < 13 or int(other.version.split(".")[0]) >= 13:
+            return None
+        compiler.get_ptxas_version(90)  # is kept, and part of every name in Triton's cache
+        return other.path, {"ptx_version": compiler.ptx_get_version(other.version)}
+    except Exception:  # private: whatever it has become, the usual one works
+        return None
+
+
+@functools.cache
+def three_always_fit() -> bool:
+    """Whether three consumers of the Hopper forward have registers enough in all forms. Triton 3.8
+    makes code that spills in loops where results do not leave through shared memory."""
+    import triton
+
+    return not triton.__version__.startswith("3.8.")
 
 
 @functools.cache

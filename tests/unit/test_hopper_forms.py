@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from keel import masks
+from triton import knobs
+
+from keel import _versions, masks
+from keel.kernels import hopper_launch
 from keel.kernels.hopper_launch import choose_form
 from keel.kernels.hopper_tiles import three_are_faster
+from keel.meta import Scoring
 from keel.tile_records import best_records
 
 
@@ -59,3 +67,78 @@ def test_the_producer_raises_maxima_where_it_waits_for_tiles():
     assert choose_form(*small, out_matches=True, want_max=True).tops
     assert not choose_form(*small, out_matches=True, want_max=False).tops
     assert not choose_form(*large, out_matches=True, want_max=True).tops
+
+
+@pytest.mark.parametrize(
+    ("three_fit", "dtype", "accumulate", "consumers"),
+    [
+        (True, torch.float32, True, 3),
+        (False, torch.bfloat16, False, 3),
+        (False, torch.float32, False, 2),
+        (False, torch.bfloat16, True, 2),
+    ],
+)
+def test_three_consumers_where_they_have_registers(
+    monkeypatch, three_fit, dtype, accumulate, consumers
+):
+    """Where those of a Triton spill without staging, two work on what is not staged."""
+    monkeypatch.setattr(hopper_launch, "three_always_fit", lambda: three_fit)
+    monkeypatch.setattr(hopper_launch, "num_sms", lambda device: 132)
+    monkeypatch.setattr(hopper_launch, "work_counter", lambda kind, device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    given = {}
+    monkeypatch.setattr(hopper_launch, "launch", lambda *args: given.update(prepare=args[3]))
+    q = torch.empty(8192, 32, 64, dtype=torch.bfloat16)
+    out, lse = torch.empty(q.shape, dtype=dtype), torch.empty(32, 8192)
+    hopper_launch.forward(
+        *(q, q, q, masks.full(8192), Scoring(scale=1.0)),
+        out=out,
+        lse=lse,
+        accumulate=accumulate,
+    )
+    made = given["prepare"]()
+    assert made.hopper and made.arguments["FORM"].consumers == consumers
+
+
+def test_another_ptxas_is_taken_while_a_kernel_compiles(monkeypatch):
+    usual, key = knobs.nvidia.ptxas_blackwell.path, "TRITON_PTXAS_BLACKWELL_PATH"
+    other = knobs.nvidia.ptxas.path
+    assert Path(usual) != Path(other) and key not in os.environ
+    monkeypatch.setattr(_versions, "_other_ptxas", lambda: (other, {"ptx_version": 88}))
+    with _versions.sparing_ptxas(False) as options:
+        assert options == {} and knobs.nvidia.ptxas_blackwell.path == usual
+    with pytest.raises(KeyError), _versions.sparing_ptxas() as options:
+        assert options == {"ptx_version": 88} and knobs.nvidia.ptxas_blackwell.path == other
+        with _versions.sparing_ptxas():  # threads wait for each other, a thread not for itself
+            assert knobs.nvidia.ptxas_blackwell.path == other
+        raise KeyError
+    assert knobs.nvidia.ptxas_blackwell.path == usual and key not in os.environ
+
+
+def test_a_chosen_ptxas_stays(monkeypatch):
+    """With two of them, the older is taken, unless the user has a say."""
+    from triton.backends.nvidia import compiler
+
+    class Tool:
+        def __init__(self, version: str) -> None:
+            self.path, self.version = f"/{version}/ptxas", version
+
+    class Knobs:
+        ptxas, ptxas_blackwell = Tool("12.9"), Tool("13.4")
+
+    usual = Knobs.ptxas_blackwell
+    monkeypatch.setattr(knobs, "nvidia", Knobs())
+    monkeypatch.setattr(compiler, "get_ptxas", lambda arch: usual)
+    monkeypatch.setattr(compiler, "get_ptxas_version", lambda arch: usual.version)
+    choose = _versions._other_ptxas.__wrapped__
+    assert choose() == ("/12.9/ptxas", {"ptx_version": 88})
+    with monkeypatch.context() as chosen:
+        chosen.setenv("TRITON_PTXAS_BLACKWELL_PATH", "/mine")
+        assert choose() is None
+    with monkeypatch.context() as chosen:
+        chosen.setitem(vars(knobs.nvidia), "ptxas_blackwell", "/mine")
+        assert choose() is None
+    monkeypatch.setattr(compiler, "get_ptxas", lambda arch: Knobs.ptxas)
+    assert choose() is None
+    monkeypatch.delattr(compiler, "get_ptxas")
+    assert choose() is None

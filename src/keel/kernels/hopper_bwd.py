@@ -49,7 +49,7 @@ from keel.kernels.hopper_bwd_producer import (
     work_behind,
 )
 from keel.kernels.hopper_common import PART as HALF
-from keel.kernels.hopper_common import as_offset, capped_with_slope, hidden_zero, mark
+from keel.kernels.hopper_common import anew, as_offset, capped_with_slope, hidden_zero, mark
 from keel.kernels.hopper_staging import store_turned
 from keel.kernels.hopper_terms import (
     Terms,
@@ -145,7 +145,7 @@ def probability(s, lse2, numbers, ring, form: gl.constexpr, stage, half: gl.cons
         s = with_alibi_by_keys(s, numbers.scale, ring, form, stage, half, row, key, alibi)
     if form.HAS_TERMS:
         if form.HAS_SOFTCAP:
-            s, slope = capped_with_slope(s, 1.0, numbers.softcap)
+            s, slope = capped_with_slope(s, 1.0, anew(numbers.softcap))
         scale2 = LOG2E
     elif form.HAS_SOFTCAP:
         s, slope = capped_with_slope(s, numbers.scale, numbers.softcap)
@@ -173,8 +173,8 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
     dq_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
     # where there are registers for it
-    AHEAD: gl.constexpr = (not form.HAS_SOFTCAP and not form.PERSISTENT
-                           and ((BM == HALF and not form.TOGETHER) or not MASKED))
+    FEW: gl.constexpr = MASKED or not form.TOGETHER if BM > HALF else MASKED and form.TOGETHER
+    AHEAD: gl.constexpr = not (form.HAS_SOFTCAP or form.PERSISTENT or FEW)
     stage = count % form.STAGES
     phase = (count // form.STAGES) & 1
     first = hidden_zero()

@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 from keel import key_order, masks
 from keel.kernels.flash_common import l2_bytes, num_sms, score_tensors, section_heads
 from keel.kernels.gradient_sums import gradient_sums
-from keel.kernels.hopper_dq_launch import add_dbias_in_order, fill_dq, term_flags, term_numbers
+from keel.kernels.hopper_dq_launch import (
+    add_dbias_in_order,
+    compile_options,
+    fill_dq,
+    term_flags,
+    term_numbers,
+)
 from keel.kernels.hopper_launch import (
     block_of,
     can_be_described,
@@ -415,6 +421,8 @@ def _prepare(
             **({} if wide else {"turn": key_order.TURN if together else key_order.NO_TURNS}),
         },
         num_warps=4,
+        hopper=True,
+        options=compile_options(form),
         streamed=streamed,
         left_out=tuple(left_out),
     )

@@ -87,6 +87,11 @@ class Form(Constants):
         return self.consumers == 2 and not self.cuts and self.d + self.dv <= 256
 
     @property
+    def late(self) -> bool:
+        """Nothing is read ahead of a run of blocks: there are no registers for it."""
+        return self.q_buffers == 1
+
+    @property
     def tops(self) -> bool:
         """The producer raises max logits: it waits for each tile to be put away, if there are two
         buffers."""
@@ -127,6 +132,11 @@ class BackwardForm(Constants):
         return self.has_bias or self.has_alibi
 
     @property
+    def crowded(self) -> bool:
+        """Loops spill with Triton 3.9, but where instructions are ordered for few registers."""
+        return self.has_bias and self.has_softcap and self.d == 128
+
+    @property
     def dv(self) -> int:
         """Columns of blocks of values."""
         return self.d
@@ -161,6 +171,11 @@ class WideForm(Constants):
     def has_terms(self) -> bool:
         """Something is added to scores."""
         return self.has_bias or self.has_alibi
+
+    @property
+    def crowded(self) -> bool:
+        """Loops spill with Triton 3.9, but where instructions are ordered for few registers."""
+        return False
 
     @property
     def bm(self) -> int:
@@ -222,6 +237,11 @@ class QueryForm(Constants):
     def has_terms(self) -> bool:
         """Something is added to scores."""
         return self.has_bias or self.has_alibi
+
+    @property
+    def crowded(self) -> bool:
+        """Loops spill with Triton 3.9, but where instructions are ordered for few registers."""
+        return self.has_bias and self.has_softcap and (self.d, self.dv) == (256, 128)
 
     @property
     def short(self) -> bool:
@@ -443,13 +463,15 @@ def place_of(work, num_tiles, section):
 
 
 @gluon.jit
-def hide(s, key, lo, hi, BITS: gl.constexpr, INSTEAD: gl.constexpr = float("-inf")):
+def hide(s, key, lo, hi, BITS: gl.constexpr, INSTEAD: gl.constexpr = float("-inf"),
+         LANES: gl.constexpr = False):
     """Scores of keys outside of [lo, hi) to -inf.
 
     A thread holds every eighth pair of columns. Seen as (rows, BN / 8, 8), the middle index is a
     constant of each register, so that a bound costs one compare with an immediate. With BITS, each
     row and inner column has a number with a bit for each of them, and a score costs one test and
-    one choice, half as much. Some forms have no registers for that.
+    one choice, half as much. Some forms have no registers for that; with LANES, what is compared
+    takes the fewest.
     """
     BN: gl.constexpr = s.shape[1]
     t = s.reshape([PART, BN // 8, 8])
@@ -457,6 +479,8 @@ def hide(s, key, lo, hi, BITS: gl.constexpr, INSTEAD: gl.constexpr = float("-inf
     octet = gl.arange(0, BN // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     inner = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :]
     row_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, L))
+    if LANES:
+        inner = pair_of_lane(inner)
     low = (gl.convert_layout(lo, row_l) - key)[:, None] - inner
     high = (gl.convert_layout(hi, row_l) - key)[:, None] - inner
     if BITS:
@@ -473,10 +497,33 @@ def hide(s, key, lo, hi, BITS: gl.constexpr, INSTEAD: gl.constexpr = float("-inf
             selp.f32 $0, $1, $2, inside;
             }""", "=f,f,f,r,r", [t, instead, bits[:, None, :], 1 << octet], dtype=gl.float32,
             is_pure=True, pack=1)
+    elif LANES:
+        instead = gl.full(t.shape, INSTEAD, gl.float32, L)
+        t = gl.inline_asm_elementwise(
+            """{
+            .reg .pred inside;
+            setp.ge.s32 inside, $3, $4;
+            setp.lt.and.s32 inside, $3, $5, inside;
+            selp.f32 $0, $1, $2, inside;
+            }""", "=f,f,f,r,r,r", [t, instead, 8 * octet, low[:, None, :], high[:, None, :]],
+            dtype=gl.float32, is_pure=True, pack=1)
     else:
         keep = (8 * octet >= low[:, None, :]) & (8 * octet < high[:, None, :])
         t = gl.where(keep, t, INSTEAD)
     return gl.convert_layout(t.reshape([PART, BN]), s.type.layout)
+
+
+@gluon.jit
+def pair_of_lane(inner):
+    """inner, a thread's two of eight columns, from the number of its lane, read anew: else what is
+    known of the thread stays in a register through loops that have none left."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 lane;
+        mov.u32 lane, %laneid;
+        and.b32 lane, lane, 3;
+        mad.lo.s32 $0, lane, 2, $1;
+        }""", "=r,r", [inner & 1], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -516,6 +563,13 @@ def lane_sums(p):
 def capped(s, scale, softcap):
     """softcap · tanh(s · scale / softcap)."""
     return softcap - 2.0 * softcap * _half_of_rest(s, scale, softcap)
+
+
+@gluon.jit
+def anew(x):
+    """x, of which LLVM does not know that it is the same number in each turn of a loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32,
+                                     is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from keel._versions import for_few_registers
 from keel.kernels.flash_common import num_sms, score_tensors, section_heads
 from keel.kernels.hopper_launch import block_of, describing, on_device
 from keel.kernels.launch import Prepared, Recipe, launch
@@ -15,7 +16,7 @@ from keel.meta import Scoring
 from keel.tile_records import ROWS, best_records
 
 if TYPE_CHECKING:
-    from keel.kernels.hopper_common import QueryForm
+    from keel.kernels.hopper_common import BackwardForm, QueryForm, WideForm
 
 BLOCK_NS = (64, 128)
 SMALL_BLOCK_NS = (64,)
@@ -105,6 +106,11 @@ def term_numbers(scoring: Scoring, hq: int, tq: int, tk: int) -> dict[str, int]:
     return numbers
 
 
+def compile_options(form: BackwardForm | WideForm | QueryForm) -> dict[str, Any]:
+    """Of forms whose loops would spill without them; others would with them."""
+    return for_few_registers() if form.crowded else {}
+
+
 def choose_query_form(
     d: int,
     dim_v: int,
@@ -189,6 +195,8 @@ def _prepare(
             **{"num_heads": hq, "group": hq // hk, "FORM": form, **numbers},
         },
         num_warps=4,
+        hopper=True,
+        options=compile_options(form),
         streamed=streamed,
         left_out=() if form.staged else ("DQ",),
     )

@@ -225,8 +225,9 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         # One loop: of two, ptxas 12.8 gave the second the descriptors of q that the first had
         # computed, even where the first had nothing to do.
         for run in range(tile.first, tile.last):
-            next_key = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
-            next_end = gl.load(inputs.RUNS + run * 4 + 5)
+            if not form.LATE:
+                next_key = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
+                next_end = gl.load(inputs.RUNS + run * 4 + 5)
             if run < tile.split:
                 while key < end:
                     acc, sums, top2, raw_top, probs = step(
@@ -254,6 +255,9 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
                 lo = next_lo
                 hi = next_hi
                 needs = next_needs
+            if form.LATE:
+                next_key = gl.load(inputs.RUNS + run * 4 + 4)
+                next_end = gl.load(inputs.RUNS + run * 4 + 5)
             key = next_key
             end = next_end
         if form.Q_BUFFERS == 1:

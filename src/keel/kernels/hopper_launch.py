@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from keel._versions import constant_in_traces, for_few_registers, launch_stream
+from keel._versions import constant_in_traces, launch_stream, three_always_fit
 from keel.kernels import flash_fwd
 from keel.kernels.flash_common import compute_capability, num_sms, section_heads
 from keel.kernels.hopper_tiles import Tiles, may_pack, meetings, tiles_for
@@ -139,11 +139,6 @@ def choose_form(
     )
 
 
-def compile_options(form: Form) -> dict[str, Any]:
-    """Of forms whose loops would spill without them; others are not to be ordered by registers."""
-    return for_few_registers() if form.consumers == 3 or form.cuts else {}
-
-
 def can_pack(d: int, dv: int) -> bool:
     """Whether queries have two buffers: the producer must raise the max logits of packed heads."""
     return block_of(d) + block_of(dv) <= 256
@@ -186,7 +181,8 @@ def forward(
 
     # torch's own allocations are aligned, so out always is
     q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))
-    tiles = _tiles_for(q, v, mask, scoring, form)
+    three_fit = three_always_fit() or (not accumulate and _matches(out, q))
+    tiles = _tiles_for(q, v, mask, scoring, form, three_fit=three_fit)
     return launch(
         hopper_fwd_kernel,
         (mask, scoring.scale, scoring.softcap, accumulate, sm_margin, form),
@@ -208,6 +204,8 @@ def _tiles_for(
     mask: AttnMask,
     scoring: Scoring,
     form: Form | None,
+    *,
+    three_fit: bool = True,
 ) -> Tiles:
     if form is not None and not form.cuts:
         records = best_records(mask, (form.bn,), form.tokens)
@@ -219,9 +217,14 @@ def _tiles_for(
         group=heads // kv_heads if can_pack(d, dv) else 1,
         sms=num_sms(q.device),
         skips=_can_skip(128, columns) if form is None else form.skips,
-        can_be_wide=form is None and columns == 128 and not softcap,
+        can_be_wide=form is None and columns == 128 and not softcap and three_fit,
         pack=None if form is None else form.pack,
     )
+
+
+def _matches(out: torch.Tensor, q: torch.Tensor) -> bool:
+    """Whether out has the dtype of q, and a layout that TMA can write."""
+    return out.dtype == q.dtype and can_be_described(out)
 
 
 def _numbers_between(tiles: Tiles, q: torch.Tensor, v: torch.Tensor) -> int:
@@ -261,7 +264,7 @@ def _prepare(
     if form is None:
         form = choose_form(
             *(d, dv, records.block_n),
-            out_matches=out.dtype == q.dtype and can_be_described(out),
+            out_matches=_matches(out, q),
             consumers=tiles.consumers,
             has_sink=scoring.sink is not None,
             has_softcap=scoring.softcap > 0,
@@ -299,7 +302,7 @@ def _prepare(
             **{"stride_ot": out.stride(0), "stride_oh": out.stride(1)},
         },
         num_warps=4,
-        options=compile_options(form),
+        hopper=True,
         streamed=streamed,
         left_out=(*left_out, *(("PARTS", "MEETINGS") if cut is None else ())),
         numbers_between=_numbers_between(tiles, q, v),

@@ -150,10 +150,16 @@ def bias_by_rows(terms, tq, form: gl.constexpr, spot, key, MASKED: gl.constexpr,
 @gluon.jit
 def with_alibi_by_rows(s, scale, spot, key):
     """Scaled scores (rows, keys) and their ALiBi."""
-    layout: gl.constexpr = s.type.layout
-    rows = (spot.position - key).to(gl.float32)
-    keys = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)).to(gl.float32)
-    return s * scale - spot.slope * gl.abs(rows[:, None] - keys[None, :])
+    COLUMNS: gl.constexpr = s.shape[1]
+    t = s.reshape([PART, COLUMNS // 8, 8])  # as in `hide`: octets are constants, of no register
+    L: gl.constexpr = t.type.layout
+    octet = 8 * gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))
+    inner = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    rows = gl.convert_layout(spot.position, gl.SliceLayout(1, gl.SliceLayout(1, L)))
+    near = ((rows - key)[:, None] - inner[None, :]).to(gl.float32)
+    distance = gl.abs(near[:, None, :] - octet.to(gl.float32)[None, :, None])
+    t = t * scale - spot.slope * distance
+    return gl.convert_layout(t.reshape([PART, COLUMNS]), s.type.layout)
 
 
 @gluon.jit

@@ -18,7 +18,14 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from keel._versions import CLauncher, c_launcher, fp_fusion, has_launch_hooks, launch_stream
+from keel._versions import (
+    CLauncher,
+    c_launcher,
+    fp_fusion,
+    has_launch_hooks,
+    launch_stream,
+    sparing_ptxas,
+)
 from keel.bounded import make_room
 from keel.kernels.tensor_maps import TensorMaps, tensor_maps
 
@@ -45,6 +52,8 @@ class Prepared:
     num_stages: int = 3
     max_registers: int | None = None
     """Per thread; fewer let more programs run side by side."""
+    hopper: bool = False
+    """Compiled for Hopper alone, by `sparing_ptxas`."""
     options: dict[str, Any] = field(default_factory=dict)
     """More of what Triton's compiler is told."""
     streamed: dict[str, Callable[[torch.Tensor], Any]] = field(default_factory=dict)
@@ -162,14 +171,16 @@ class Recipe:
             self.runner(*arguments)
             return
         began = time.perf_counter()
-        compiled = self.kernel[self.prepared.grid](
-            *arguments,
-            num_warps=self.prepared.num_warps,
-            num_stages=self.prepared.num_stages,
-            maxnreg=self.prepared.max_registers,
-            enable_fp_fusion=fp_fusion(),
-            **self.prepared.options,
-        )
+        with sparing_ptxas(self.prepared.hopper) as options:
+            compiled = self.kernel[self.prepared.grid](
+                *arguments,
+                num_warps=self.prepared.num_warps,
+                num_stages=self.prepared.num_stages,
+                maxnreg=self.prepared.max_registers,
+                enable_fp_fusion=fp_fusion(),
+                **self.prepared.options,
+                **options,
+            )
         if INTERPRETED:
             return
         _report(self.kernel.__name__, compiled.hash, time.perf_counter() - began)
