@@ -13,7 +13,7 @@ JOBS ?= 2
 TRITON ?= 3.6.0
 # of tests/kernels/test_compile.py
 FORMS ?= spill
-# beside that of constraints.txt, make test compiles forms near the limit of registers with these
+# beside that of .venv, make test compiles a few forms near the limit of registers with these
 OTHERS ?= 3.6.0 3.8.0 3.9.0
 
 VENV := .venv

@@ -27,12 +27,12 @@ OF_CUTS = {"PARTS", "MEETINGS", "SHARES"}
 
 def forms(which: str) -> list[Form]:
     """Of whole tiles or of others: every head dim with each of its blocks; then the options, where
-    registers are scarce. Or those of them that have spilled with some Triton."""
+    registers are scarce. Or a few that have spilled with some Triton."""
     if which == "others":
         return [*cuts(), *packed()]
     if which == "near":
         wide = choose_form(256, 256, 64, out_matches=True, want_max=True)
-        return [wide, *three_consumers()[1:], *cuts()[3:4], *packed()[2:]]
+        return [wide, *three_consumers()[1::2], cuts()[3], packed()[2]]
     plain = [
         choose_form(d, dv, bn, out_matches=True, want_max=True)
         for d, dv in ((64, 64), (128, 128), (192, 128), (256, 256))

@@ -72,7 +72,7 @@ def test_forms_near_the_limit(which):
     """A choice of the forms below, for other versions of Triton (`make spills`)."""
     command = {"forward": "compile_hopper.py", "backward": "compile_hopper_bwd.py"}[which]
     variants = compiled(command, "near")
-    assert len(variants) > 6
+    assert len(variants) >= 4
     spilling = [v for v in variants if v["loop_spills"] > allowed_spills(v)]
     assert not spilling, spilling
 
