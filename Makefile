@@ -2,7 +2,7 @@
 #
 #   make test PYTHON=python3.12    another interpreter (3.11 or newer)
 #   make test JOBS=8               more test processes
-#   make spills TRITON=3.8.0       all Hopper kernels with that Triton; make test takes some of them
+#   make spills TRITON=3.8.0       the Hopper kernels with that Triton; make test takes a few of them
 #
 # On Linux, PyPI's torch comes with the CUDA libraries (gigabytes). For the small CPU build:
 #
