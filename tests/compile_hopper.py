@@ -1,6 +1,7 @@
 """Compiles the Hopper kernels without a GPU, and reads registers and spills.
 
-python tests/compile_hopper.py whole|others|near
+python tests/compile_hopper.py whole|others|near|all [part]
+near: those near the limit. part: 2/15 for every 15th, from the third on.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import triton
 from compile_kernels import resources, spills_in_loops
+from hopper_forms import forward_forms, part_of
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -28,6 +30,8 @@ OF_CUTS = {"PARTS", "MEETINGS", "SHARES"}
 def forms(which: str) -> list[Form]:
     """Of whole tiles or of others: every head dim with each of its blocks; then the options, where
     registers are scarce. Or a few that have spilled with some Triton."""
+    if which == "all":
+        return list(dict.fromkeys(forward_forms()))
     if which == "others":
         return [*cuts(), *packed()]
     if which == "near":
@@ -42,6 +46,7 @@ def forms(which: str) -> list[Form]:
         *plain,
         choose_form(128, 128, 64, out_matches=True, want_max=True, has_softcap=True, has_sink=True),
         choose_form(128, 128, 128, out_matches=False, want_max=True, accumulate=True),
+        choose_form(128, 128, 128, out_matches=False, want_max=True),
         choose_form(96, 96, 128, out_matches=True, want_max=False),
         *three_consumers(),
     ]
@@ -108,7 +113,8 @@ def signature(form: Form) -> tuple[dict[str, str], dict, dict]:
             layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
             types[name] = f"tensordesc<bf16{block},{layout!r}>"
         elif name == "OUT":
-            types[name] = "*fp32" if form.accumulate else "*bf16"
+            in_full = form.accumulate or (form.q_buffers == 2 and not form.staged)
+            types[name] = "*fp32" if in_full else "*bf16"
         elif name.isupper():
             types[name] = "*fp32" if name in FLOATS else "*i32"
         else:
@@ -119,7 +125,8 @@ def signature(form: Form) -> tuple[dict[str, str], dict, dict]:
 
 
 def main() -> None:
-    for form in forms(sys.argv[1]):
+    which, part = (*sys.argv[1:], "0/1")[:2]
+    for form in part_of(forms(which), part):
         types, constants, aligned = signature(form)
         source = GluonASTSource(
             hopper_fwd.hopper_fwd_kernel, types, constexprs=constants, attrs=aligned

@@ -1,6 +1,7 @@
 """Compiles the Hopper backward without a GPU, and reads registers, spills, loops and copies.
 
-python tests/compile_hopper_bwd.py [few|near]        # all, a few, or those near the limit
+python tests/compile_hopper_bwd.py few|near|all [part]
+near: those near the limit. part: 2/15 for every 15th, from the third on.
 """
 
 from __future__ import annotations
@@ -9,11 +10,17 @@ import dataclasses
 import json
 import re
 import sys
-from functools import partial
 from typing import Any
 
 import triton
 from compile_kernels import loops_of, resources, spills_of
+from hopper_forms import (
+    LARGEST_WITH_FP32_BIAS,
+    BackwardForms,
+    Variant,
+    backward_forms,
+    part_of,
+)
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -23,9 +30,7 @@ from keel.kernels import hopper_bwd, hopper_bwd_dq, hopper_bwd_wide
 from keel.kernels.hopper_common import BackwardForm, QueryForm, WideForm
 from keel.kernels.hopper_dq_launch import compile_options
 
-AnyForm = BackwardForm | WideForm | QueryForm
-
-FEW: list[tuple[AnyForm, str]] = [
+FEW: list[tuple[BackwardForms, str]] = [
     (BackwardForm(128, 64, 128, 128), "bf16"),
     (BackwardForm(64, 128, 64, 64), "bf16"),
     (BackwardForm(128, 64, 128, 128, staged=False), "bf16"),
@@ -50,75 +55,17 @@ FEW: list[tuple[AnyForm, str]] = [
         "bf16",
     ),
     (QueryForm(128, 128, 64, 128, stages=3, v_stages=3, has_softcap=True, has_alibi=True), "bf16"),
-]
-NEAR = [FEW[i] for i in (0, 1, 5, 6, 13, 16)]
-"""Of those that have spilled with some Triton, one of each kind."""
-MORE: list[tuple[AnyForm, str]] = [
-    (BackwardForm(128, 64, 128, 128), "fp16"),
-    (BackwardForm(128, 64, 128, 128, together=True), "fp16"),
-    (BackwardForm(128, 64, 128, 128, together=True, has_softcap=True), "bf16"),
-    (BackwardForm(64, 128, 64, 64, together=True), "bf16"),
-    (BackwardForm(64, 128, 64, 64, staged=False), "bf16"),
-    (BackwardForm(64, 128, 64, 64, persistent=True, together=True), "bf16"),
-    (BackwardForm(128, 64, 128, 128, staged=False, persistent=True, together=True), "bf16"),
-    (BackwardForm(64, 128, 64, 64, staged=False, persistent=True, together=True), "bf16"),
-    (BackwardForm(64, 128, 64, 64, with_dq=False), "bf16"),
-    (BackwardForm(128, 64, 128, 128, staged=False, with_dq=False), "bf16"),
-    (BackwardForm(128, 64, 128, 128, persistent=True, with_dq=False), "bf16"),
-    (BackwardForm(128, 64, 128, 128, with_dq=False, has_softcap=True), "bf16"),
-    (BackwardForm(128, 64, 128, 128, persistent=True, together=True, has_softcap=True), "bf16"),
-    (BackwardForm(128, 64, 128, 128, staged=False, has_softcap=True), "bf16"),
-    (BackwardForm(64, 128, 64, 64, with_dq=False, has_softcap=True), "bf16"),
-    (WideForm(256, 256, 256, 256, has_softcap=True), "bf16"),
-    (WideForm(256, 256, 192, 192, persistent=True), "bf16"),
-    (WideForm(256, 256, 256, 256, persistent=True, has_softcap=True), "bf16"),
-    (WideForm(256, 128, 192, 128), "bf16"),
-    (WideForm(256, 128, 256, 128), "bf16"),
-    (WideForm(256, 64, 256, 64), "bf16"),
-    (WideForm(128, 256, 128, 256, has_softcap=True), "bf16"),
-    (WideForm(64, 256, 40, 200), "bf16"),
-    (QueryForm(128, 128, 64, 128, stages=3, v_stages=3), "bf16"),
-    (QueryForm(64, 64, 128, 64), "bf16"),
-    (QueryForm(128, 128, 128, 128, staged=False), "bf16"),
-    (QueryForm(128, 128, 128, 128, persistent=True), "bf16"),
-    (QueryForm(128, 128, 128, 128, has_softcap=True), "bf16"),
-    (QueryForm(64, 64, 128, 64, persistent=True, has_softcap=True), "bf16"),
-    (QueryForm(128, 128, 64, 128, stages=3, v_stages=3, has_softcap=True), "bf16"),
-    (QueryForm(256, 256, 64, 256, v_stages=1, staged=False), "bf16"),
-    (QueryForm(256, 256, 64, 256, v_stages=1, persistent=True), "bf16"),
-    (QueryForm(256, 256, 64, 256, v_stages=1, has_softcap=True), "bf16"),
-    (QueryForm(256, 128, 64, 192), "bf16"),
-    (QueryForm(256, 128, 64, 192, persistent=True, has_softcap=True), "bf16"),
-    (QueryForm(256, 128, 64, 192, has_softcap=True), "bf16"),
-    (QueryForm(256, 128, 64, 192, staged=False), "bf16"),
-    (QueryForm(256, 128, 64, 256), "bf16"),
-    (QueryForm(256, 64, 64, 256), "bf16"),
-    (QueryForm(128, 256, 64, 128), "bf16"),
-    (QueryForm(64, 256, 64, 40), "bf16"),
-    *(
-        (form(has_bias=bias, has_alibi=alibi, has_offset=offset, **more), dtype)
-        for form in (
-            partial(BackwardForm, 128, 64, 128, 128, with_dq=False),
-            partial(BackwardForm, 64, 128, 64, 64, with_dq=False),
-            partial(WideForm, 256, 256, 256, 256),
-            partial(WideForm, 256, 128, 192, 128),
-            partial(QueryForm, 128, 128, 64, 128, stages=3, v_stages=3),
-            partial(QueryForm, 256, 256, 64, 256, v_stages=1),
-            partial(QueryForm, 256, 128, 64, 192),
-        )
-        for bias, alibi, offset, softcap, dtype in (
-            (True, False, False, False, "bf16"),
-            (True, False, False, True, "fp16"),
-            (False, True, False, True, "bf16"),
-            (False, True, True, False, "bf16"),
-        )
-        for persistent in (False, True)
-        for more in (
-            {"has_softcap": softcap, "persistent": persistent}
-            | ({"want_dbias": True} if bias and form.func is QueryForm else {}),
-        )
+    (
+        BackwardForm(
+            *(128, 64, 128, 128),
+            **{"staged": False, "persistent": True, "with_dq": False},
+            **{"has_softcap": True, "has_alibi": True},
+        ),
+        "bf16",
     ),
 ]
+NEAR = [FEW[i] for i in (0, 1, 5, 6, 13, 16, 18)]
+"""Of those that have spilled with some Triton, one of each kind."""
 ROWS = {"LSE2", "DELTA", "SLOPES", "DBIAS"}
 OPTIONAL = {
     "has_bias": {"BIAS", "stride_bh", "stride_bi"},
@@ -129,8 +76,9 @@ OPTIONAL = {
 """Arguments that only forms with these flags have."""
 
 
-def signature(kernel: Any, form: AnyForm, dtype: str) -> tuple[dict[str, str], dict, dict]:
+def signature(kernel: Any, variant: Variant) -> tuple[dict[str, str], dict, dict]:
     """(types, constants, alignments) of a call with contiguous tensors."""
+    form, dtype, bias, match = variant
     if isinstance(form, QueryForm):
         boxes = {"Q": 64, "DO": 64, "K": form.bn, "V": form.bn}
         outs, absent = {"DQ": 64}, set()
@@ -165,10 +113,9 @@ def signature(kernel: Any, form: AnyForm, dtype: str) -> tuple[dict[str, str], d
         elif name in ROWS:
             types[name] = "*fp32"
         elif name == "BIAS":
-            largest = max(getattr(form, n, 0) for n in ("columns", "dk_columns"))
-            types[name] = "*fp32" if dtype == "fp16" and largest <= 192 else f"*{dtype}"
+            types[name] = f"*{bias}"
         elif name.isupper():
-            out = f"*{dtype}" if form.staged or isinstance(form, WideForm) else "*fp32"
+            out = f"*{dtype}" if match else "*fp32"
             types[name] = out if name.endswith("_OUT") else "*i32"
         else:
             types[name] = "fp32" if name in ("scale", "softcap") else "i32"
@@ -177,13 +124,21 @@ def signature(kernel: Any, form: AnyForm, dtype: str) -> tuple[dict[str, str], d
     return types, constants, aligned
 
 
-def compile_form(form: AnyForm, dtype: str = "bf16") -> Any:
+def as_variant(form: BackwardForms, dtype: str) -> Variant:
+    """With fp16, a bias in fp32 where that may be. Results not sent by TMA are parts, in fp32."""
+    largest = max(getattr(form, n, 0) for n in ("columns", "dk_columns"))
+    bias = "fp32" if dtype == "fp16" and largest <= LARGEST_WITH_FP32_BIAS else dtype
+    return Variant(form, dtype, bias, match=form.staged or isinstance(form, WideForm))
+
+
+def compile_variant(variant: Variant) -> Any:
+    form = variant.form
     kernel = hopper_bwd.hopper_bwd_kernel
     if isinstance(form, QueryForm):
         kernel = hopper_bwd_dq.hopper_bwd_dq_kernel
     elif isinstance(form, WideForm):
         kernel = hopper_bwd_wide.hopper_bwd_wide_kernel
-    types, constants, aligned = signature(kernel, form, dtype)
+    types, constants, aligned = signature(kernel, variant)
     source = GluonASTSource(kernel, types, constexprs=constants, attrs=aligned)
     target = GPUTarget("cuda", 90, 32)
     options = {"num_warps": 4, "enable_fp_fusion": True, **compile_options(form)}
@@ -192,10 +147,13 @@ def compile_form(form: AnyForm, dtype: str = "bf16") -> Any:
 
 
 def main() -> None:
-    chosen = {"few": FEW, "near": NEAR}[sys.argv[1]] if sys.argv[1:] else FEW + MORE
-    for form, dtype in chosen:
-        compiled = compile_form(form, dtype)
-        line = {"form": type(form).__name__} | dataclasses.asdict(form) | {"dtype": dtype}
+    which, part = (*sys.argv[1:], "0/1")[:2]
+    chosen = {"few": FEW, "near": NEAR}
+    variants = [as_variant(*x) for x in chosen[which]] if which in chosen else backward_forms()
+    for variant in part_of(list(dict.fromkeys(variants)), part):
+        compiled = compile_variant(variant)
+        line = {"form": type(variant.form).__name__} | dataclasses.asdict(variant.form)
+        line |= {k: v for k, v in variant._asdict().items() if k != "form"}
         line["triton"] = triton.__version__
         line |= resources(compiled)
         loops = loops_of(compiled)

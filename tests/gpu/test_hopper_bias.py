@@ -45,6 +45,7 @@ VARIANTS = [  # d, dv, dtype, softcap, what is added: sizes of a bias (h, q, k: 
     (96, 200, FP16, 0.9, "hqk"),
     (256, 256, FP16, 0.0, "alibi"),
     (192, 128, BF16, 1.5, "alibi"),
+    (256, 64, BF16, 0.0, "1qk"),
 ]
 
 
@@ -69,7 +70,7 @@ def term_of(term: str, hq: int, mask: AttnMask) -> dict[str, Any]:
     [named(*x, n, marks=f"-{x[4]}") for n, x in enumerate(VARIANTS)],
 )
 def test_random_masks(d, dv, dtype, softcap, term, number):
-    """15 x 16 masks, also with rows and keys that see nothing; every gradient."""
+    """16 x 16 masks, also with rows and keys that see nothing; every gradient."""
     for seed in range(16):
         rng = random.Random(1000 * number + seed)
         hk = rng.choice([1, 2, 3])
@@ -255,3 +256,34 @@ def test_the_portable_backward_serves_the_rest(monkeypatch):
     assert_right(Case(d=128, alibi=True, bias_shape=(4, 200, 200), **options), backend="auto")
     assert_right(Case(d=64, bias_shape=(4, 200, 1), **options), backend="auto")
     assert_right(Case(d=64, alibi=True, **options), backend="triton")
+
+
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize(("d", "dv"), [named(64, 64), named(128, 128), named(256, 128)])
+@pytest.mark.parametrize("term", ["hqk", "alibi"])
+def test_gradients_in_fp32(term, d, dv, softcap):
+    """Other kernels make them: what is rounded otherwise, in full."""
+    mask = masks.documents([0, 130, 1000], causal=True)
+    case = Case(
+        **{"mask": mask, "hq": 8, "hk": 2, "d": d, "dv": dv, "dtype": BF16, "device": "cuda"},
+        **{"softcap": softcap, **term_of(term, 8, mask)},
+    )
+    made = case.tensors()
+    given = {name: made[name] for name in ("bias", "alibi_slopes") if name in made}
+    q, k, v, dout = (made[name] for name in ("q", "k", "v", "dout"))
+    out, meta = flex_flash_attn_func(q, k, v, mask, softcap=softcap, backend="auto", **given)
+    scoring = Scoring(scale=d**-0.5, softcap=softcap, **given)
+    rounded, full = (
+        ops.gradients(
+            *(dout, None, q, k, v, out, meta.lse, mask, scoring),
+            want_dbias=term != "alibi",
+            deterministic=True,
+            sm_margin=0,
+            backend="auto",
+            dtype=dtype,
+        )[:3]
+        for dtype in (BF16, torch.float32)
+    )
+    for x, y in zip(rounded, full, strict=True):
+        assert y.dtype == torch.float32 and not torch.equal(y, y.bfloat16().float())
+        assert torch.equal(x, y.bfloat16())

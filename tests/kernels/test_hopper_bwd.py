@@ -6,6 +6,7 @@ which decodes work, runs and bounds as the kernel does.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Iterator
@@ -559,6 +560,23 @@ def test_forms(d, dv, name, blocks, tile):
     assert by_rows < 232_448 - 1024
     if name == "WideForm":
         assert 2 * 64 * (1 + form.stages) * (form.d + form.dv) + 32_768 < 232_448 - 1024
+
+
+def test_forms_that_lack_registers():
+    """What would spill is asked for otherwise: results not by TMA, threads that stay, zeros."""
+    by_keys = functools.partial(
+        hopper_bwd_launch.choose_backward_form, 128, 128, with_dq=False, has_softcap=True
+    )
+    for persistent in (False, True):
+        form = by_keys(outs_match=True, persistent=persistent, has_alibi=True)
+        assert (form.staged, form.persistent) == (not persistent, persistent)
+    for match in (False, True):
+        form = by_keys(outs_match=match, persistent=False, has_bias=True)
+        assert (form.staged, form.persistent) == (match, not match)
+        by_rows = hopper_dq_launch.choose_query_form(
+            *(256, 128, 64), out_matches=match, persistent=False, has_bias=True, want_dbias=True
+        )
+        assert (by_rows.dv, by_rows.staged, by_rows.persistent) == (256, match, not match)
 
 
 def test_end_of_last():

@@ -69,6 +69,16 @@ def test_the_producer_raises_maxima_where_it_waits_for_tiles():
     assert not choose_form(*large, out_matches=True, want_max=True).tops
 
 
+def test_halves_are_skipped_where_there_are_registers_for_it():
+    dims = (128, 128, 128)
+    assert choose_form(*dims, out_matches=True, want_max=True, cuts=True).skips
+    assert choose_form(*dims, out_matches=True).skips
+    assert not choose_form(*dims, out_matches=True, cuts=True).skips
+    assert not choose_form(*dims, out_matches=False, want_max=True).skips
+    assert choose_form(*dims, out_matches=True, want_max=True, accumulate=True).skips
+    assert not choose_form(96, 96, 128, out_matches=True, want_max=True, accumulate=True).skips
+
+
 @pytest.mark.parametrize(
     ("three_fit", "dtype", "accumulate", "consumers"),
     [

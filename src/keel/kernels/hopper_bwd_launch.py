@@ -366,14 +366,14 @@ def _prepare(
     dv: torch.Tensor,
 ) -> Prepared | None:
     (tq, hq, d), (tk, hk, dim_v) = q.shape, v.shape
-    stay, with_dq = sm_margin > 0, dq32 is not None
+    margin, with_dq = sm_margin > 0, dq32 is not None
     form = choose_backward_form(
         *(d, dim_v),
         outs_match=dk.dtype == dv.dtype == q.dtype,
-        persistent=stay,
+        persistent=margin,
         with_dq=with_dq,
         # what stays has no registers to read runs ahead, so it is compiled for turns, long ones
-        together=together or (stay and with_dq),
+        together=together or (margin and with_dq),
         has_softcap=scoring.softcap > 0,
         **term_flags(scoring),
     )
@@ -402,14 +402,14 @@ def _prepare(
     if form.together:
         if together:
             work = by_keys.tile_work
-            tiles = key_order.in_order(records, work, lanes, heads_each, sms, stay=stay)
+            tiles = key_order.in_order(records, work, lanes, heads_each, sms, stay=margin)
         else:
             tiles = key_order.as_usual(
                 *(records, by_keys.tile_work, lanes, heads_each, section, sms)
             )
         records = replace(records, tiles=tiles)
         grid = (len(tiles),)
-    if stay:
+    if form.persistent:
         grid = (min(sms, num_tiles * lanes),)
     return Prepared(
         grid,
@@ -451,10 +451,13 @@ def choose_backward_form(
             **scores,
         )
     block_d = max(block_of(d), block_of(dim_v))
+    # where loops would spill with Triton 3.9
+    capped_bias = scores.get("has_bias", False) and scores.get("has_softcap", False)
+    capped_alibi = scores.get("has_alibi", False) and scores.get("has_softcap", False)
     return BackwardForm(
         *(block_d, HALF * NARROW // block_d, d, dim_v),
-        staged=outs_match,
-        persistent=persistent,
+        staged=outs_match and not (persistent and capped_alibi),
+        persistent=persistent or (capped_bias and not outs_match),
         with_dq=with_dq,
         together=together,
         **scores,

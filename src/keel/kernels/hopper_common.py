@@ -87,6 +87,11 @@ class Form(Constants):
         return self.consumers == 2 and not self.cuts and self.d + self.dv <= 256
 
     @property
+    def least(self) -> bool:
+        """Masks by what takes the fewest registers: see `hide`."""
+        return self.consumers == 3 or (self.has_softcap and self.cuts and self.q_buffers == 1)
+
+    @property
     def late(self) -> bool:
         """Nothing is read ahead of a run of blocks: there are no registers for it."""
         return self.q_buffers == 1

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 BLOCK_NS = (64, 128)
 SMALL_BLOCK_NS = (64,)
+SHORT = 192
+"""Columns up to which a block of 256 leaves out its last quarter."""
 """For head dims above 128, bias and ALiBi: registers hold no more."""
 
 
@@ -127,6 +129,8 @@ def choose_query_form(
     from keel.kernels.hopper_common import QueryForm
 
     block_d, block_dv = block_of(d), block_of(dim_v)
+    if d > SHORT and scores.get("want_dbias"):
+        block_dv = block_d  # columns of zeros: loops of other forms spill with Triton 3.6
     if max(d, dim_v) <= 128:
         block_d = block_dv = max(block_d, block_dv)
         stages = v_stages = 3 if bn == 64 else 2
@@ -134,12 +138,14 @@ def choose_query_form(
         # 128 rows of q and dout take half of the shared memory or more: where both have 256
         # columns, it ends after two blocks of keys and one of values
         stages, v_stages = 2, 1 if block_d == block_dv else 2
+    has_bias = scores.get("has_bias", False)
     return QueryForm(
         *(block_d, block_dv, bn, d),
         stages=stages,
         v_stages=v_stages,
         staged=out_matches,
-        persistent=persistent,
+        # so that fewer numbers are in registers, where results are not sent by TMA
+        persistent=persistent or (has_bias and not out_matches),
         **scores,
     )
 

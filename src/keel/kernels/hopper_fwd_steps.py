@@ -56,11 +56,11 @@ def scores(s, key, lo, hi, raw_top, numbers, form: gl.constexpr, MASKED: gl.cons
         if form.WANT_MAX:
             raw = s * numbers.scale
             if MASKED:
-                raw = hide(raw, key, lo, hi, form.BITS, LANES=form.CONSUMERS == 3)
+                raw = hide(raw, key, lo, hi, form.BITS, LANES=form.LEAST)
             raw_top = gl.maximum(raw_top, gl.max(raw, 1))
         s = capped(s, numbers.scale, numbers.softcap)
     if MASKED:
-        s = hide(s, key, lo, hi, form.BITS, LANES=form.CONSUMERS == 3)
+        s = hide(s, key, lo, hi, form.BITS, LANES=form.LEAST)
     return s, raw_top
 
 

@@ -124,6 +124,11 @@ def choose_form(
             f"turns go with two stages, and blocks of {bn} keys have {stages}: use 128"
         )
     staged = small and block_d == block_dv and out_matches and not options.get("accumulate")
+    if skips is None:
+        # elsewhere there are no registers for it: loops spill with Triton 3.6
+        added = options.get("accumulate", False) and dv == block_dv
+        can_hold = (staged or added) and (options.get("want_max", False) or not options.get("cuts"))
+        skips = can_hold and _can_skip(bn, block_d + block_dv, pack)
     return Form(
         *(block_d, block_dv, bn),
         stages=stages,
@@ -133,7 +138,7 @@ def choose_form(
         consumers=consumers,
         turns=small and stages == 2 if turns is None else turns,
         halves=(bn, consumers) == (128, 2) if halves is None else halves,
-        skips=_can_skip(bn, block_d + block_dv, pack) if skips is None else skips,
+        skips=skips,
         pack=pack,
         **options,
     )

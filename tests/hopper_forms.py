@@ -1,0 +1,86 @@
+"""Every form of the Hopper kernels that a call can choose, for head dims that fill their blocks and
+some that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+from keel._versions import three_always_fit
+from keel.kernels.hopper_bwd_launch import LARGEST_WITH_FP32_BIAS, choose_backward_form
+from keel.kernels.hopper_common import BackwardForm, Form, QueryForm, WideForm
+from keel.kernels.hopper_dq_launch import BLOCK_NS, SMALL_BLOCK_NS, choose_query_form
+from keel.kernels.hopper_launch import block_ns, can_pack, choose_form
+
+BackwardForms = BackwardForm | WideForm | QueryForm
+BOTH = (False, True)
+NARROW_DIMS = ((64, 64), (128, 128))
+WIDE_DIMS = ((192, 128), (192, 192), (256, 256), (256, 128), (256, 64), (128, 256), (64, 256))
+PACK = 8
+
+
+def forward_forms() -> Iterator[Form]:
+    """Of packed heads, one number."""
+    for dims, softcap, sink in product((*NARROW_DIMS, (96, 96), *WIDE_DIMS), BOTH, BOTH):
+        for bn, cuts in product(block_ns(*dims, softcap), BOTH):
+            scores = {"has_softcap": softcap, "has_sink": sink}
+            for want_max, results in product(BOTH, ("staged", "unlike q", "accumulated")):
+                options: dict[str, Any] = {
+                    **scores,
+                    **{"want_max": want_max, "accumulate": results == "accumulated"},
+                    **{"out_matches": results == "staged", "cuts": cuts},
+                }
+                yield choose_form(*dims, bn, **options)
+                if can_pack(*dims):
+                    yield choose_form(*dims, bn, pack=PACK, **options)
+                may_be_three = dims == (64, 64) and not (softcap or cuts)
+                if may_be_three and (results == "staged" or three_always_fit()):
+                    yield choose_form(*dims, bn, consumers=3, **options)
+
+
+def term_choices(largest: int) -> Iterator[tuple[dict[str, bool], str]]:
+    """What is done to scores, and the dtype of a bias."""
+    for softcap in BOTH:
+        yield {"has_softcap": softcap}, "bf16"
+        yield {"has_softcap": softcap, "has_alibi": True}, "bf16"
+        for bias in ("bf16", "fp32") if largest <= LARGEST_WITH_FP32_BIAS else ("bf16",):
+            yield {"has_softcap": softcap, "has_bias": True}, bias
+    yield {"has_softcap": False, "has_alibi": True, "has_offset": True}, "bf16"
+
+
+class Variant(NamedTuple):
+    """A form of the backward, and what else it is compiled for."""
+
+    form: BackwardForms
+    dtype: str = "bf16"
+    bias: str = "bf16"
+    """Dtype of a bias, if there is one."""
+    match: bool = True
+    """Results have the dtype of q."""
+
+
+def backward_forms() -> Iterator[Variant]:
+    for dims in (*NARROW_DIMS, *WIDE_DIMS):
+        narrow = max(dims) <= 128
+        for (scores, bias), persistent, match in product(term_choices(max(dims)), BOTH, BOTH):
+            plain = not any(scores.get(term) for term in ("has_bias", "has_alibi"))
+            options = {"persistent": persistent, **scores}
+            by_keys = partial(choose_backward_form, *dims, outs_match=match, **options)
+            forms: list[BackwardForms] = [by_keys(with_dq=False)]
+            # with a softcap, dq of head dim 64 is always apart
+            if narrow and plain and not (max(dims) == 64 and scores["has_softcap"]):
+                turns = (True,) if persistent else BOTH if match else (False,)
+                forms += [by_keys(with_dq=True, together=together) for together in turns]
+            block_ns = BLOCK_NS if narrow and plain else SMALL_BLOCK_NS
+            for bn, dbias in product(block_ns, BOTH if scores.get("has_bias") else (False,)):
+                more = {"out_matches": match, "want_dbias": dbias}
+                forms.append(choose_query_form(*dims, bn, **more, **options))
+            yield from (Variant(form, bias=bias, match=match) for form in forms)
+
+
+def part_of(forms: list[Any], part: str) -> list[Any]:
+    """Of "2/15" every 15th, from the third on; all of "0/1"."""
+    first, step = map(int, part.split("/"))
+    return forms[first::step]
