@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 BLOCK_NS = (64, 128)
 SMALL_BLOCK_NS = (64,)
+"""For head dims above 128, bias and ALiBi: registers hold no more."""
+
 SHORT = 192
 """Columns up to which a block of 256 leaves out its last quarter."""
-"""For head dims above 128, bias and ALiBi: registers hold no more."""
 
 
 def fill_dq(
