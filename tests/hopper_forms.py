@@ -1,5 +1,9 @@
-"""Every form of the Hopper kernels that a call can choose, for head dims that fill their blocks and
-some that do not."""
+"""Every form of the Hopper kernels that launches can choose, for head dims that fill their blocks
+and some that do not.
+
+No public call asks for some of them: out in fp32 or cut up without adding to what is there,
+gradients in fp32 with a bias, three consumers with blocks of 64 keys.
+"""
 
 from __future__ import annotations
 
