@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from keel._versions import sparing_ptxas, three_always_fit
+from keel._versions import sparing_ptxas, wastes_registers
 from keel.kernels import hopper_fwd
 from keel.kernels.hopper_common import Form
 from keel.kernels.hopper_launch import block_ns, choose_form
@@ -35,7 +35,7 @@ def forms(which: str) -> list[Form]:
     if which == "others":
         return [*cuts(), *packed()]
     if which == "near":
-        wide = choose_form(256, 256, 64, out_matches=True, want_max=True)
+        wide = choose_form(256, 256, 64, out_matches=True, want_max=True, has_softcap=True)
         return [wide, *three_consumers()[1::2], cuts()[3], packed()[2]]
     plain = [
         choose_form(d, dv, bn, out_matches=True, want_max=True)
@@ -75,7 +75,7 @@ def cuts() -> list[Form]:
 
     return [
         *(form(d, bn) for d in (64, 128, 256) for bn in block_ns(d, d, False)),
-        form(128, 64, has_softcap=True, has_sink=True),
+        *(form(d, 64, has_softcap=True, has_sink=True) for d in (128, 256)),
         form(128, 128, staged=False, accumulate=True),
     ]
 
@@ -89,7 +89,7 @@ def three_consumers() -> list[Form]:
     return [
         *(form(64), form(128)),
         form(64, has_softcap=True, has_sink=True),
-        *([form(128, d=40, staged=False, accumulate=True)] if three_always_fit() else []),
+        *([] if wastes_registers() else [form(128, d=40, staged=False, accumulate=True)]),
     ]
 
 

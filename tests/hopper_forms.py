@@ -12,7 +12,7 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
-from keel._versions import three_always_fit
+from keel._versions import wastes_registers
 from keel.kernels.hopper_bwd_launch import LARGEST_WITH_FP32_BIAS, choose_backward_form
 from keel.kernels.hopper_common import BackwardForm, Form, QueryForm, WideForm
 from keel.kernels.hopper_dq_launch import BLOCK_NS, SMALL_BLOCK_NS, choose_query_form
@@ -40,7 +40,7 @@ def forward_forms() -> Iterator[Form]:
                 if can_pack(*dims):
                     yield choose_form(*dims, bn, pack=PACK, **options)
                 may_be_three = dims == (64, 64) and not (softcap or cuts)
-                if may_be_three and (results == "staged" or three_always_fit()):
+                if may_be_three and (results == "staged" or not wastes_registers()):
                     yield choose_form(*dims, bn, consumers=3, **options)
 
 

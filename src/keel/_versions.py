@@ -300,12 +300,13 @@ def _other_ptxas() -> tuple[str, dict[str, Any]] | None:
 
 
 @functools.cache
-def three_always_fit() -> bool:
-    """Whether three consumers of the Hopper forward have registers enough in all forms. Triton 3.8
-    makes code that spills in loops where results do not leave through shared memory."""
+def wastes_registers() -> bool:
+    """Whether this Triton makes code of the Hopper forward that takes more registers than others'.
+    That of 3.8 spills in loops: with three consumers where results do not leave through shared
+    memory, and with 256 columns where scores are capped or results are added to what is there."""
     import triton
 
-    return not triton.__version__.startswith("3.8.")
+    return triton.__version__.startswith("3.8.")
 
 
 @functools.cache

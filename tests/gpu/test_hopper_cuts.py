@@ -30,6 +30,13 @@ pytestmark = [
 ]
 
 
+CUT_VARIANTS = [
+    *VARIANTS,
+    ((256, None), torch.bfloat16, True, 5.0),  # the fewest registers are left
+    ((192, None), torch.float16, False, 5.0),
+]
+
+
 @pytest.fixture
 def cut_calls(monkeypatch):
     """Every tile in 1 to 8 parts, or as many as it has blocks. Counts launches with parts."""
@@ -58,9 +65,9 @@ def all_meetings_are_over() -> bool:
     return all(not row.any() for row in rows)
 
 
-@pytest.mark.parametrize("variant", range(len(VARIANTS)))
+@pytest.mark.parametrize("variant", range(len(CUT_VARIANTS)))
 def test_random_masks(variant, cut_calls):
-    (d, dv), dtype, sink, softcap = VARIANTS[variant]
+    (d, dv), dtype, sink, softcap = CUT_VARIANTS[variant]
     for seed in range(24):
         rng = random.Random(5000 * variant + seed)
         hk = rng.choice([1, 2, 3])

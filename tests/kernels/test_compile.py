@@ -93,8 +93,8 @@ def test_hopper_kernels_do_not_spill(which):
 
 def allowed_spills(variant: dict) -> int:
     """None, but where dk and dv are parts in fp32, dq is made beside them, and no block of threads
-    stays: Triton 3.6 has each consumer read the number of its thread from the stack, once a block
-    of rows."""
+    stays: Triton 3.6 has one consumer read the number of its thread from the stack, once a block of
+    rows."""
     if variant.get("form") != "BackwardForm" or not variant["triton"].startswith("3.6."):
         return 0
     return 2 if variant["with_dq"] and not (variant["staged"] or variant["persistent"]) else 0

@@ -92,7 +92,7 @@ def test_three_consumers_where_they_have_registers(
     monkeypatch, three_fit, dtype, accumulate, consumers
 ):
     """Where those of a Triton spill without staging, two work on what is not staged."""
-    monkeypatch.setattr(hopper_launch, "three_always_fit", lambda: three_fit)
+    monkeypatch.setattr(hopper_launch, "wastes_registers", lambda: not three_fit)
     monkeypatch.setattr(hopper_launch, "num_sms", lambda device: 132)
     monkeypatch.setattr(hopper_launch, "work_counter", lambda kind, device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from keel import tile_parts, tile_records
+from keel._versions import wastes_registers
 from keel.kernels.flash_common import LN2, LOG2E
 
 # fmt: off
@@ -88,8 +89,14 @@ class Form(Constants):
 
     @property
     def least(self) -> bool:
-        """Masks by what takes the fewest registers: see `hide`."""
-        return self.consumers == 3 or (self.has_softcap and self.cuts and self.q_buffers == 1)
+        """There are few registers: masks and maxima by what takes the fewest of them (see `hide`,
+        `row_max`), and bounds of rows when they are needed."""
+        if self.consumers == 3:
+            return True
+        full = (self.d, self.dv, self.columns) == (256, 256, 0)
+        if full and not self.cuts and wastes_registers():
+            return self.has_softcap or self.accumulate
+        return self.q_buffers == 1 and self.has_softcap and self.cuts
 
     @property
     def late(self) -> bool:
@@ -246,7 +253,8 @@ class QueryForm(Constants):
     @property
     def crowded(self) -> bool:
         """Loops spill with Triton 3.9, but where instructions are ordered for few registers."""
-        return self.has_bias and self.has_softcap and (self.d, self.dv) == (256, 128)
+        wide = (self.d, self.dv) == (256, 128) or (self.short and self.want_dbias)
+        return self.has_bias and self.has_softcap and wide
 
     @property
     def short(self) -> bool:
@@ -548,10 +556,10 @@ def bits_between(first, end):
 def row_max(s, form: gl.constexpr):
     """Highest score of each row.
 
-    `gl.max` goes through a thread's 32 columns of a row in one chain; for three consumers, which
-    have few registers, it is eight chains of a quarter of them, that meet.
+    `gl.max` goes through a thread's 32 columns of a row in one chain; where registers are few, it
+    is eight chains of a quarter of them, that meet.
     """
-    if form.CONSUMERS == 3:
+    if form.LEAST:
         t = gl.max(s.reshape([PART, 4, form.BN // 32, 8]), 2)
         return gl.convert_layout(gl.max(gl.max(t, 1), 1), gl.SliceLayout(1, s.type.layout))
     else:

@@ -236,7 +236,7 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
                     key += BN
                     count += 1
             else:
-                if form.CONSUMERS == 3:  # few registers; of the first such run they are in the L1
+                if form.LEAST:  # of the first such run they are in the L1
                     lo, hi = bounds(inputs, gl.load(inputs.RUNS + run * 4 + 2), mine, form)
                     next_lo, next_hi, next_needs = lo, hi, needs
                 else:

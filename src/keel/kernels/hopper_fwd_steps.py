@@ -57,7 +57,7 @@ def scores(s, key, lo, hi, raw_top, numbers, form: gl.constexpr, MASKED: gl.cons
             raw = s * numbers.scale
             if MASKED:
                 raw = hide(raw, key, lo, hi, form.BITS, LANES=form.LEAST)
-            raw_top = gl.maximum(raw_top, gl.max(raw, 1))
+            raw_top = gl.maximum(raw_top, row_max(raw, form))
         s = capped(s, numbers.scale, numbers.softcap)
     if MASKED:
         s = hide(s, key, lo, hi, form.BITS, LANES=form.LEAST)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from keel._versions import constant_in_traces, launch_stream, three_always_fit
+from keel._versions import constant_in_traces, launch_stream, wastes_registers
 from keel.kernels import flash_fwd
 from keel.kernels.flash_common import compute_capability, num_sms, section_heads
 from keel.kernels.hopper_tiles import Tiles, may_pack, meetings, tiles_for
@@ -186,7 +186,7 @@ def forward(
 
     # torch's own allocations are aligned, so out always is
     q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))
-    three_fit = three_always_fit() or (not accumulate and _matches(out, q))
+    three_fit = not wastes_registers() or (not accumulate and _matches(out, q))
     tiles = _tiles_for(q, v, mask, scoring, form, three_fit=three_fit)
     return launch(
         hopper_fwd_kernel,
