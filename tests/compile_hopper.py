@@ -35,7 +35,10 @@ def forms(which: str) -> list[Form]:
     if which == "others":
         return [*cuts(), *packed()]
     if which == "near":
-        wide = choose_form(256, 256, 64, out_matches=True, want_max=True, has_softcap=True)
+        # spilled by itself with 3.8, and with 3.9 where results are added to what is there
+        added = not wastes_registers()
+        options = {"want_max": True, "has_softcap": True, "accumulate": added}
+        wide = choose_form(256, 256, 64, out_matches=not added, **options)
         return [wide, *three_consumers()[1::2], cuts()[3], packed()[2]]
     plain = [
         choose_form(d, dv, bn, out_matches=True, want_max=True)

@@ -49,6 +49,8 @@ class Run:
     """Three consumers."""
     turns: bool = False
     """Heads take turns in the backward."""
+    parts: bool = False
+    """dk and dv are made in parts, of a query head each."""
 
     @property
     def kind(self) -> tuple[bool, bool, bool]:
@@ -72,6 +74,8 @@ RUNS = [
     Run("forward cut d64", d=64, cut=True),
     Run("forward packed", "few", heads=(16, 2), pack=True),
     Run("forward packed cut", "few", heads=(16, 2), cut=True, pack=True),
+    Run("backward parts", parts=True),
+    Run("backward parts d64", d=64, parts=True),
     Run("backward turns", turns=True),
     Run("backward turns d64", d=64, turns=True),
     Run("backward margin", options={"sm_margin": 130}),
@@ -116,7 +120,10 @@ def chosen_tiles(run: Run) -> Iterator[list[hopper_tiles.Tiles]]:
     patches.append((key_order, "in_order", order))
     if run.turns:
         patches.append((hopper_bwd_launch, "fastest_way", lambda *_, in_order: "together"))
-        patches.append((hopper_bwd_launch, "_splits_for", lambda *_: 1))
+    if run.turns or run.parts:
+        group = run.heads[0] // run.heads[1]
+        splits = group if run.parts else 1
+        patches.append((hopper_bwd_launch, "_splits_for", lambda *_: splits))
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(mock.patch.object(*patch))

@@ -181,12 +181,13 @@ def test_layouts():
         assert torch.equal(got, expected)
 
 
-def test_accumulates_in_place():
+@pytest.mark.parametrize(("d", "softcap"), [(128, 0.0), (256, 3.0)])
+def test_accumulates_in_place(d, softcap):
     """Three parts of the keys, one after the other, are the whole."""
     tokens, heads = 700, 6
-    q, k, v = torch.randn(3, tokens, heads, 128, device="cuda", dtype=torch.bfloat16).unbind()
-    scoring = Scoring(scale=0.1)
-    out = torch.zeros(tokens, heads, 128, device="cuda")
+    q, k, v = torch.randn(3, tokens, heads, d, device="cuda", dtype=torch.bfloat16).unbind()
+    scoring = Scoring(scale=0.1, softcap=softcap)
+    out = torch.zeros(tokens, heads, d, device="cuda")
     lse = torch.full((tokens, heads), -float("inf"), device="cuda")
     top = torch.full((heads,), -float("inf"), device="cuda")
     for begin, end in ((0, 5), (5, 400), (400, 700)):
@@ -197,7 +198,9 @@ def test_accumulates_in_place():
             backend="hopper",
         )
     want, meta = flex_flash_attn_func(
-        q, k, v, masks.full(tokens), softmax_scale=0.1, return_max_logits=True, backend="hopper"
+        *(q, k, v, masks.full(tokens)),
+        **{"softmax_scale": 0.1, "softcap": softcap, "return_max_logits": True},
+        backend="hopper",
     )
     torch.testing.assert_close(out, want.float(), atol=4e-3, rtol=1e-2)
     torch.testing.assert_close(lse, meta.lse, atol=1e-5, rtol=1e-6)

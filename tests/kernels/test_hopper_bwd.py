@@ -563,7 +563,8 @@ def test_forms(d, dv, name, blocks, tile):
 
 
 def test_forms_that_lack_registers():
-    """What would spill is asked for otherwise: results not by TMA, threads that stay, zeros."""
+    """What would spill is asked for otherwise: results not by TMA, threads that stay, one stage of
+    values, barriers by the producer."""
     by_keys = functools.partial(
         hopper_bwd_launch.choose_backward_form, 128, 128, with_dq=False, has_softcap=True
     )
@@ -573,10 +574,19 @@ def test_forms_that_lack_registers():
     for match in (False, True):
         form = by_keys(outs_match=match, persistent=False, has_bias=True)
         assert (form.staged, form.persistent) == (match, not match)
-        by_rows = hopper_dq_launch.choose_query_form(
-            *(256, 128, 64), out_matches=match, persistent=False, has_bias=True, want_dbias=True
+        for gradient in (False, True):
+            by_rows = hopper_dq_launch.choose_query_form(
+                *(256, 128, 64),
+                **{"out_matches": match, "persistent": False},
+                **{"has_bias": True, "want_dbias": gradient},
+            )
+            assert (by_rows.staged, by_rows.persistent) == (match, not match)
+            assert (by_rows.dv, by_rows.v_stages) == (128, 1 if gradient else 2)
+    for with_dq, match, persistent in itertools.product((False, True), repeat=3):
+        form = hopper_bwd_launch.choose_backward_form(
+            128, 128, outs_match=match, persistent=persistent, with_dq=with_dq
         )
-        assert (by_rows.dv, by_rows.staged, by_rows.persistent) == (256, match, not match)
+        assert form.producer_begins == (with_dq and not match and not persistent)
 
 
 def test_end_of_last():

@@ -39,6 +39,7 @@ from keel.kernels.hopper_bwd_producer import (
     KV_FREE,
     NUMBERS,
     Q_FREE,
+    SET_UP,
     Inputs,
     Numbers,
     end_of_turn,
@@ -49,7 +50,14 @@ from keel.kernels.hopper_bwd_producer import (
     work_behind,
 )
 from keel.kernels.hopper_common import PART as HALF
-from keel.kernels.hopper_common import anew, as_offset, capped_with_slope, hidden_zero, mark
+from keel.kernels.hopper_common import (
+    anew,
+    as_offset,
+    capped_with_slope,
+    hidden_zero,
+    mark,
+    wait_for,
+)
 from keel.kernels.hopper_staging import store_turned
 from keel.kernels.hopper_terms import (
     Terms,
@@ -412,6 +420,8 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
             mark(KV_FREE)
             work = work_behind(inputs, numbers, form, work)
     else:
+        if form.PRODUCER_BEGINS:
+            wait_for(SET_UP)
         work_on(cid, inputs, numbers, ring, form, gl.program_id(0), count)
 
 
@@ -462,12 +472,14 @@ def hopper_bwd_kernel(
         k_full=gl.allocate_shared_memory(gl.int64, [1], barrier),
         v_full=gl.allocate_shared_memory(gl.int64, [1], barrier),
     )
-    mbarrier.init(ring.k_full, 1)
-    mbarrier.init(ring.v_full, 1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ring.q_full.index(i), ARRIVALS)
-        mbarrier.init(ring.do_full.index(i), ARRIVALS)
-    fence_async_shared()
+    if not FORM.PRODUCER_BEGINS:
+        # not by `set_up_barriers`: some forms are compiled a little differently then, for nothing
+        mbarrier.init(ring.k_full, 1)
+        mbarrier.init(ring.v_full, 1)
+        for i in gl.static_range(STAGES):
+            mbarrier.init(ring.q_full.index(i), ARRIVALS)
+            mbarrier.init(ring.do_full.index(i), ARRIVALS)
+        fence_async_shared()
     terms = Terms(BIAS, SLOPES, OFFSET, tk, stride_bh, stride_bi)
     inputs = Inputs(Q, K, V, DO, DQ32, DK, DV, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS,
                     KEY_LO, KEY_HI, terms)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from keel import key_order, masks
+from keel._versions import for_few_registers
 from keel.kernels.flash_common import l2_bytes, num_sms, score_tensors, section_heads
 from keel.kernels.gradient_sums import gradient_sums
 from keel.kernels.hopper_dq_launch import (
     add_dbias_in_order,
-    compile_options,
     fill_dq,
     term_flags,
     term_numbers,
@@ -426,6 +426,11 @@ def _prepare(
         streamed=streamed,
         left_out=tuple(left_out),
     )
+
+
+def compile_options(form: BackwardForm | WideForm) -> dict[str, Any]:
+    """Of forms whose loops would spill without them; others would with them."""
+    return for_few_registers() if form.crowded else {}
 
 
 def choose_backward_form(

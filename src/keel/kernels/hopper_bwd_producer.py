@@ -11,7 +11,11 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+)
 
 from keel import key_order
 from keel._versions import copy_async, tma_load
@@ -26,6 +30,8 @@ DO_FREE = gl.constexpr(11)
 """First named barriers of the stages of queries and of dout."""
 KV_FREE = gl.constexpr(14)
 """Keys and values, where a block of threads stays for more."""
+SET_UP = gl.constexpr(14)
+"""That barriers are set up, where it does not stay."""
 ARRIVALS = gl.constexpr(1 + 32)
 """At a barrier of a stage: one for the bytes that TMA brings, and each thread's small copies."""
 LANE = gl.constexpr(key_order.LANE)
@@ -244,8 +250,21 @@ def bring_tile(inputs, numbers, ring, form: gl.constexpr, work, count):
 
 
 @gluon.jit
+def set_up_barriers(ring, form: gl.constexpr):
+    mbarrier.init(ring.k_full, 1)
+    mbarrier.init(ring.v_full, 1)
+    for i in gl.static_range(form.STAGES):
+        mbarrier.init(ring.q_full.index(i), ARRIVALS)
+        mbarrier.init(ring.do_full.index(i), ARRIVALS)
+    fence_async_shared()
+
+
+@gluon.jit
 def producer(inputs, numbers, ring, form: gl.constexpr):
     count = 0
+    if form.PRODUCER_BEGINS:
+        set_up_barriers(ring, form)
+        wait_for(SET_UP)
     if form.PERSISTENT:
         work = gl.program_id(0)
         while work >= 0:

@@ -94,8 +94,10 @@ class Form(Constants):
         if self.consumers == 3:
             return True
         full = (self.d, self.dv, self.columns) == (256, 256, 0)
-        if full and not self.cuts and wastes_registers():
-            return self.has_softcap or self.accumulate
+        if full and not self.cuts:
+            capped, added = self.has_softcap, self.accumulate
+            # the one or the other is enough to spill with Triton 3.8, both are with 3.9
+            return capped or added if wastes_registers() else capped and added
         return self.q_buffers == 1 and self.has_softcap and self.cuts
 
     @property
@@ -149,6 +151,12 @@ class BackwardForm(Constants):
         return self.has_bias and self.has_softcap and self.d == 128
 
     @property
+    def producer_begins(self) -> bool:
+        """The producer sets up barriers. Else the first consumer, which does, keeps the number of
+        its thread from there: on the stack, with Triton 3.6, and loads it in the loops."""
+        return self.with_dq and not (self.staged or self.persistent)
+
+    @property
     def dv(self) -> int:
         """Columns of blocks of values."""
         return self.d
@@ -187,6 +195,10 @@ class WideForm(Constants):
     @property
     def crowded(self) -> bool:
         """Loops spill with Triton 3.9, but where instructions are ordered for few registers."""
+        return False
+
+    @property
+    def producer_begins(self) -> bool:
         return False
 
     @property
@@ -249,12 +261,6 @@ class QueryForm(Constants):
     def has_terms(self) -> bool:
         """Something is added to scores."""
         return self.has_bias or self.has_alibi
-
-    @property
-    def crowded(self) -> bool:
-        """Loops spill with Triton 3.9, but where instructions are ordered for few registers."""
-        wide = (self.d, self.dv) == (256, 128) or (self.short and self.want_dbias)
-        return self.has_bias and self.has_softcap and wide
 
     @property
     def short(self) -> bool:

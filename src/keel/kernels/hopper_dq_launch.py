@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from keel._versions import for_few_registers
 from keel.kernels.flash_common import num_sms, score_tensors, section_heads
 from keel.kernels.hopper_launch import block_of, describing, on_device
 from keel.kernels.launch import Prepared, Recipe, launch
@@ -16,14 +15,11 @@ from keel.meta import Scoring
 from keel.tile_records import ROWS, best_records
 
 if TYPE_CHECKING:
-    from keel.kernels.hopper_common import BackwardForm, QueryForm, WideForm
+    from keel.kernels.hopper_common import QueryForm
 
 BLOCK_NS = (64, 128)
 SMALL_BLOCK_NS = (64,)
 """For head dims above 128, bias and ALiBi: registers hold no more."""
-
-SHORT = 192
-"""Columns up to which a block of 256 leaves out its last quarter."""
 
 
 def fill_dq(
@@ -109,11 +105,6 @@ def term_numbers(scoring: Scoring, hq: int, tq: int, tk: int) -> dict[str, int]:
     return numbers
 
 
-def compile_options(form: BackwardForm | WideForm | QueryForm) -> dict[str, Any]:
-    """Of forms whose loops would spill without them; others would with them."""
-    return for_few_registers() if form.crowded else {}
-
-
 def choose_query_form(
     d: int,
     dim_v: int,
@@ -130,15 +121,15 @@ def choose_query_form(
     from keel.kernels.hopper_common import QueryForm
 
     block_d, block_dv = block_of(d), block_of(dim_v)
-    if d > SHORT and scores.get("want_dbias"):
-        block_dv = block_d  # columns of zeros: loops of other forms spill with Triton 3.6
     if max(d, dim_v) <= 128:
         block_d = block_dv = max(block_d, block_dv)
         stages = v_stages = 3 if bn == 64 else 2
     else:
         # 128 rows of q and dout take half of the shared memory or more: where both have 256
-        # columns, it ends after two blocks of keys and one of values
-        stages, v_stages = 2, 1 if block_d == block_dv else 2
+        # columns, it ends after two blocks of keys and one of values. With the gradient of a bias
+        # one is enough as well, and which stage it is takes registers: loops spill with Triton 3.9
+        one = block_dv == 256 or scores.get("want_dbias", False)
+        stages, v_stages = 2, 1 if block_d == 256 and one else 2
     has_bias = scores.get("has_bias", False)
     return QueryForm(
         *(block_d, block_dv, bn, d),
@@ -203,7 +194,6 @@ def _prepare(
         },
         num_warps=4,
         hopper=True,
-        options=compile_options(form),
         streamed=streamed,
         left_out=() if form.staged else ("DQ",),
     )

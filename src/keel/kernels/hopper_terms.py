@@ -136,15 +136,22 @@ def bias_by_rows(terms, tq, form: gl.constexpr, spot, key, MASKED: gl.constexpr,
     Rows may be another tile's, or there may be none; blocks that are not masked have all their
     keys.
     """
-    rows = gl.minimum(spot.rows, tq - 1).to(gl.int64)
-    columns = gl.arange(0, form.BN, gl.SliceLayout(0, layout))
+    COLUMNS: gl.constexpr = form.BN
+    t = gl.zeros([PART, COLUMNS], gl.float32, layout).reshape([PART, COLUMNS // 8, 8])
+    L: gl.constexpr = t.type.layout  # octets are constants in addresses, of no register
+    row_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, L))
+    octet = 8 * gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    inner = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :]
+    rows = gl.convert_layout(gl.minimum(spot.rows, tq - 1), row_l).to(gl.int64)
     line = spot.head.to(gl.int64) * terms.stride_bh + key  # made anew each time, as above
     line += rows * (terms.stride_bi + hidden_zero())
-    place = (terms.BIAS + line)[:, None] + columns[None, :]
+    place = ((terms.BIAS + line)[:, None] + inner)[:, None, :] + octet
     if MASKED:
-        return gl.load(place, mask=(key + columns < terms.tk)[None, :], other=0.0)
+        left = (terms.tk - key - inner)[:, None, :]
+        bias = gl.load(place, mask=octet < left, other=0.0)
     else:
-        return gl.load(place)
+        bias = gl.load(place)
+    return gl.convert_layout(bias.reshape([PART, COLUMNS]), layout)
 
 
 @gluon.jit
