@@ -5,7 +5,7 @@
     python benchmarks/attention.py --peers flex --forward --seconds 300
     python benchmarks/attention.py --quick                 # small sizes, also without a GPU
     python benchmarks/attention.py --list                  # what would run; needs no GPU
-    python benchmarks/attention.py --table --dims 128      # tables and pictures from the CSV
+    python benchmarks/attention.py --table --dims 128      # tables from the CSV, and all pictures
 
 FlashAttention-3 is the installed package, or what fa3_peer.py loads from the folder of --fa3 (or
 KEEL_BENCH_FA3, or .peers). bf16, fresh random data for each cell. Each result is checked against
@@ -270,9 +270,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = args.out / "attention.csv"
         if not path.exists():
             raise SystemExit(f"{path} is not there: run without --table first, or give --out")
-        rows = chosen_rows(report.read_rows(path), args)
-        show(rows)
-        if not args.no_plots:
+        rows = report.read_rows(path)
+        show(chosen_rows(rows, args))
+        if not args.no_plots:  # of all rows: a question about a few must not take the others away
             report.plot(rows, args.out)
         return 0
     if device_of() == "cpu" and not args.quick:
