@@ -271,7 +271,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not path.exists():
             raise SystemExit(f"{path} is not there: run without --table first, or give --out")
         rows = report.read_rows(path)
-        show(chosen_rows(rows, args))
+        chosen = chosen_rows(rows, args)
+        if not chosen:
+            raise SystemExit(f"{path} has no row of what was asked for: run it first")
+        show(chosen)
         if not args.no_plots:  # of all rows: a question about a few must not take the others away
             report.plot(rows, args.out)
         return 0

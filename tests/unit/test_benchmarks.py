@@ -470,6 +470,8 @@ def test_commands_that_need_no_gpu(
     assert attention.main(["--table", "--out", str(tmp_path)]) == 0
     assert "| 1024 | causal |" in capsys.readouterr().out
     assert picture.read_bytes() == of_some  # it was of all rows
+    with pytest.raises(SystemExit, match="no row of what was asked for"):
+        attention.main(["--table", "--lengths", "77", "--out", str(tmp_path)])
 
     append_csv(
         [max_logits.Row("full", 1024, 40, 0.002, 0.001, 0.003, *[1.0] * 4)],
