@@ -34,7 +34,7 @@ FEW: list[tuple[BackwardForms, str]] = [
     (BackwardForm(128, 64, 128, 128), "bf16"),
     (BackwardForm(64, 128, 64, 64), "bf16"),
     (BackwardForm(128, 64, 128, 128, staged=False), "bf16"),
-    (BackwardForm(128, 64, 128, 128, persistent=True, together=True), "bf16"),
+    (BackwardForm(128, 64, 128, 128, staged=False, persistent=True, together=True), "bf16"),
     (BackwardForm(128, 64, 128, 128, with_dq=False), "bf16"),
     (BackwardForm(128, 64, 128, 128, has_softcap=True), "bf16"),
     (BackwardForm(128, 64, 128, 128, together=True), "bf16"),

@@ -106,5 +106,6 @@ def test_hopper_backward_does_not_spill():
         assert len(v["loops"]) == (3 if v["form"] == "WideForm" else 4), v
         # TMA begins at multiples of 16 bytes in the last dimension: rows must not be that one
         assert v["copies"] == ["3d"], v
-    spilling = [v for v in variants if v["loop_spills"]]
+    # some forms with a softcap keep one number outside of loops; the stack counts by eight bytes
+    spilling = [v for v in variants if v["loop_spills"] or v["STACK"] > 8 * v["has_softcap"]]
     assert not spilling, spilling

@@ -587,6 +587,20 @@ def test_forms_that_lack_registers():
             128, 128, outs_match=match, persistent=persistent, with_dq=with_dq
         )
         assert form.producer_begins == (with_dq and not match and not persistent)
+        assert form.staged == (match and not (with_dq and persistent))
+    for d, persistent, together in itertools.product((64, 128), (False, True), (False, True)):
+        capped = functools.partial(
+            *(hopper_bwd_launch.choose_backward_form, d, d),
+            **{"outs_match": True, "persistent": persistent, "has_softcap": True},
+        )
+        form = capped(with_dq=False, together=together)
+        assert form.staged == (not together and (d == 64 or not persistent))
+        form = capped(with_dq=False, has_alibi=True)
+        assert form.staged == (d == 128 and not persistent)
+        form = capped(with_dq=False, has_bias=True)
+        assert form.staged == (d == 128) and form.persistent == persistent
+        form = capped(with_dq=False, has_alibi=True, has_offset=True)
+        assert form.producer_registers == (32 if d == 64 else 24)
 
 
 def test_end_of_last():

@@ -53,15 +53,21 @@ from keel.kernels.hopper_common import PART as HALF
 from keel.kernels.hopper_common import (
     anew,
     as_offset,
+    block_anew,
     capped_with_slope,
     hidden_zero,
     mark,
+    phase_of,
+    stage_of,
+    touch,
+    unknown_zero,
     wait_for,
 )
 from keel.kernels.hopper_staging import store_turned
 from keel.kernels.hopper_terms import (
     Terms,
     bias_by_keys,
+    key_of_run,
     origin_of,
     slope_of,
     with_alibi_by_keys,
@@ -101,6 +107,14 @@ def bounds(inputs, form: gl.constexpr, run, mine):
     """Rows [lo, hi) that the keys of a run see."""
     keys = gl.load(inputs.RUNS + run * 4 + 2) * (form.PARTS * HALF) + mine
     return gl.load(inputs.KEY_LO + keys), gl.load(inputs.KEY_HI + keys)
+
+
+@gluon.jit
+def touch_bounds(inputs, form: gl.constexpr, run, mine):
+    """Brings them near, into no register."""
+    keys = gl.load(inputs.RUNS + run * 4 + 2) * (form.PARTS * HALF) + mine
+    touch(inputs.KEY_LO + keys)
+    touch(inputs.KEY_HI + keys)
 
 
 @gluon.jit
@@ -183,8 +197,12 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
     # where there are registers for it
     FEW: gl.constexpr = MASKED or not form.TOGETHER if BM > HALF else MASKED and form.TOGETHER
     AHEAD: gl.constexpr = not (form.HAS_SOFTCAP or form.PERSISTENT or FEW)
-    stage = count % form.STAGES
-    phase = (count // form.STAGES) & 1
+    if form.HAS_BIAS and BM > HALF:  # or else, with a softcap, loops spill
+        stage = count % form.STAGES
+        phase = (count // form.STAGES) & 1
+    else:
+        stage = stage_of(count, form)
+        phase = phase_of(count, form)
     first = hidden_zero()
     zero = gl.zeros([HALF, BM], gl.float32, s_l)
     q = ring.q.index(stage).reshape([BM, D])
@@ -270,8 +288,10 @@ def write_rows(POINTER, x, first, end, lane, num_lanes, COLUMNS: gl.constexpr,
     """x from column BEGIN on, into rows of COLUMNS."""
     layout: gl.constexpr = x.type.layout
     rows = first + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    zero = unknown_zero(first)
     dim = BEGIN + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
-    line = rows.to(gl.int64) * as_offset(num_lanes) + lane
+    dim += zero * HALF  # a multiple of 16, so that pairs are stored together
+    line = rows.to(gl.int64) * as_offset(num_lanes + zero) + lane
     place = POINTER + (line * COLUMNS)[:, None] + dim[None, :]
     inside = (rows < end)[:, None] & (dim < COLUMNS)[None, :]
     gl.store(place, x.to(POINTER.dtype.element_ty), mask=inside)
@@ -292,14 +312,18 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work,
     if form.STAGED:
         if tile.whole != 0:  # TMA clips at the end of a tensor, not at that of a short tile
             first = tile.key0 + cid * HALF
+            zero = unknown_zero(tile.key0)
+            mine = cid + zero
             # values are read by their own consumer alone; keys by both, for dq
-            ring.v.index(cid).reshape([HALF, form.D]).store(dv.to(ring.v.dtype))
+            ring.v.index(mine).reshape([HALF, form.D]).store(dv.to(ring.v.dtype))
             if form.WITH_DQ:
                 meet()
-            ring.k.index(cid).reshape([HALF, form.D]).store(dk.to(ring.k.dtype))
+            ring.k.index(mine).reshape([HALF, form.D]).store(dk.to(ring.k.dtype))
             fence_async_shared()
-            tma_store(inputs.dv, [first, tile.lane, 0], ring.v.index(cid))
-            tma_store(inputs.dk, [first, tile.lane, 0], ring.k.index(cid))
+            tma_store(inputs.dv, [first, tile.lane, 0], ring.v.index(mine))
+            # with the same coordinates, ptxas would change one operand for this store, and keep
+            # what was there before on the stack
+            tma_store(inputs.dk, [first, tile.lane, zero], ring.k.index(mine))
         else:
             write_directly(cid, inputs, numbers, form, tile, dk, dv)
     else:
@@ -310,37 +334,34 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work,
 def go_by_heads(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, tile, dk, dv, count,
                 mine, s_l: gl.constexpr, a_l: gl.constexpr):
     """All rows of a tile, for one head after the other."""
-    key = origin_of(inputs.terms, numbers.tq, form, tile.key0 + cid * HALF)
-    head = tile.lane * numbers.heads_each
-    end_head = head + numbers.heads_each
-    while head < end_head:
+    origin = origin_of(inputs.terms, numbers.tq, form, tile.key0 + cid * HALF)
+    end_head = (tile.lane + 1) * numbers.heads_each
+    left = numbers.heads_each  # not the number of a head, which not all forms need
+    touch_bounds(inputs, form, tile.split, mine)
+    while left > 0:
+        head = end_head - left
         run = tile.first
-        row = gl.load(inputs.RUNS + run * 4)
-        end = gl.load(inputs.RUNS + run * 4 + 1)
-        lo, hi = bounds(inputs, form, tile.split, mine)
         alibi = slope_of(inputs.terms, form, head)
         while run < tile.last:  # not a loop for each kind of run: see the forward
-            next_row = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
-            next_end = gl.load(inputs.RUNS + run * 4 + 5)
+            row = gl.load(inputs.RUNS + run * 4)
+            end = gl.load(inputs.RUNS + run * 4 + 1)
+            key = key_of_run(origin, form)
             if run < tile.split:
                 while row < end:
-                    dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, lo,
-                                  hi, key, alibi, False, s_l, a_l)
+                    dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, None,
+                                  None, key, alibi, False, s_l, a_l)
                     row += form.BM
                     count += 1
             else:
-                next_lo, next_hi = bounds(inputs, form, run + 1, mine)
+                lo, hi = bounds(inputs, form, run, mine)
+                touch_bounds(inputs, form, run + 1, mine)  # behind the last run is one more
                 while row < end:
                     dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, lo,
                                   hi, key, alibi, True, s_l, a_l)
                     row += form.BM
                     count += 1
-                lo = next_lo
-                hi = next_hi
-            row = next_row
-            end = next_end
             run += 1
-        head += 1
+        left -= 1
     return dk, dv, count
 
 
@@ -372,8 +393,9 @@ def go_together(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, wo
                 for head in range(first_head, end_head):
                     at = row
                     while at != stop:
-                        # else what heads have in common is kept, in registers that are not there
-                        here = at + hidden_zero()
+                        here = at
+                        if form.BM == HALF:  # else ptxas counts on, in registers that it lacks
+                            here += unknown_zero(at)
                         dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, here, head,
                                       lo, hi, None, None, True, s_l, a_l)
                         at += stride
@@ -414,7 +436,7 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
 def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     count = 0
     if form.PERSISTENT:
-        work = gl.program_id(0)
+        work = block_anew()
         while work >= 0:
             count = work_on(cid, inputs, numbers, ring, form, work, count)
             mark(KV_FREE)
@@ -488,7 +510,7 @@ def hopper_bwd_kernel(
         (first_consumer, (inputs, numbers, ring, FORM)),
         (second_consumer, (inputs, numbers, ring, FORM)),
         (producer, (inputs, numbers, ring, FORM)),
-    ], [4, 1], [240, 24])
+    ], [4, 1], [240, FORM.PRODUCER_REGISTERS])
 
 
 # fmt: on

@@ -30,6 +30,7 @@ from keel.kernels.flash_common import LOG2E
 from keel.kernels.hopper_common import (
     FIELDS,
     add_product,
+    block_anew,
     capped_with_slope,
     hidden_zero,
     hide,
@@ -174,9 +175,9 @@ def bring_tile(inputs, numbers, ring, form: gl.constexpr, work, turn, count):
 def producer(inputs, numbers, ring, form: gl.constexpr):
     count = 0
     if form.PERSISTENT:
-        num_work = numbers.num_tiles * numbers.num_heads
+        num_work = (numbers.num_tiles + hidden_zero()) * numbers.num_heads
         turn = 0
-        work = gl.program_id(0)
+        work = block_anew()
         while work < num_work:
             count = bring_tile(inputs, numbers, ring, form, work, turn, count)
             turn += 1
@@ -347,9 +348,9 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
 def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     count = 0
     if form.PERSISTENT:
-        num_work = numbers.num_tiles * numbers.num_heads
+        num_work = (numbers.num_tiles + hidden_zero()) * numbers.num_heads
         turn = 0
-        work = gl.program_id(0)
+        work = block_anew()
         while work < num_work:
             count = work_on(cid, inputs, numbers, ring, form, work, turn, count)
             mark(Q_FREE)

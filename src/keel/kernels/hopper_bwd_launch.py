@@ -456,13 +456,23 @@ def choose_backward_form(
             **scores,
         )
     block_d = max(block_of(d), block_of(dim_v))
+    softcap, bias, alibi = (
+        scores.get(name, False) for name in ("has_softcap", "has_bias", "has_alibi")
+    )
+    # where addresses in shared memory would be kept on the stack
+    crowded = persistent and with_dq
+    if softcap and alibi:
+        crowded = crowded or persistent or block_d == HALF
+    elif softcap and bias:
+        crowded = crowded or block_d == HALF
+    elif softcap:
+        crowded = crowded or together or (persistent and block_d > HALF)
     # where loops would spill with Triton 3.9
-    capped_bias = scores.get("has_bias", False) and scores.get("has_softcap", False)
-    capped_alibi = scores.get("has_alibi", False) and scores.get("has_softcap", False)
+    stays = softcap and bias and not outs_match
     return BackwardForm(
         *(block_d, HALF * NARROW // block_d, d, dim_v),
-        staged=outs_match and not (persistent and capped_alibi),
-        persistent=persistent or (capped_bias and not outs_match),
+        staged=outs_match and not crowded,
+        persistent=persistent or stays,
         with_dq=with_dq,
         together=together,
         **scores,

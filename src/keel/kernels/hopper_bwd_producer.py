@@ -19,7 +19,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from keel import key_order
 from keel._versions import copy_async, tma_load
-from keel.kernels.hopper_common import FIELDS, place_of, wait_for, work_of
+from keel.kernels.hopper_common import (
+    FIELDS,
+    block_anew,
+    hidden_zero,
+    place_of,
+    wait_for,
+    work_of,
+)
 from keel.kernels.hopper_common import PART as HALF
 from keel.kernels.hopper_terms import TERM_NUMBERS
 
@@ -121,7 +128,7 @@ def work_behind(inputs, numbers, form: gl.constexpr, work):
         done = gl.load(inputs.TILES + work * FIELDS + 1) == 0
     else:
         work = work_of(round_of(form, work) + 1)
-        done = work >= numbers.num_tiles * numbers.num_lanes
+        done = work >= (numbers.num_tiles + hidden_zero()) * numbers.num_lanes
     return gl.where(done, -1, work)
 
 
@@ -232,18 +239,14 @@ def bring_tile(inputs, numbers, ring, form: gl.constexpr, work, count):
     head = tile.lane * numbers.heads_each
     end_head = head + numbers.heads_each
     while head < end_head:
-        run = tile.first
-        row = gl.load(inputs.RUNS + run * 4)
-        end = gl.load(inputs.RUNS + run * 4 + 1)
+        run = tile.first + hidden_zero()  # else its address is kept, on the stack
         while run < tile.last:
-            next_row = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
-            next_end = gl.load(inputs.RUNS + run * 4 + 5)
+            row = gl.load(inputs.RUNS + run * 4)
+            end = gl.load(inputs.RUNS + run * 4 + 1)
             while row < end:
                 bring(inputs, numbers, ring, form, count, row, head)
                 row += form.BM
                 count += 1
-            row = next_row
-            end = next_end
             run += 1
         head += 1
     return count
@@ -266,7 +269,7 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         set_up_barriers(ring, form)
         wait_for(SET_UP)
     if form.PERSISTENT:
-        work = gl.program_id(0)
+        work = block_anew()
         while work >= 0:
             count = bring_tile(inputs, numbers, ring, form, work, count)
             work = work_behind(inputs, numbers, form, work)

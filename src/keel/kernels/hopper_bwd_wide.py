@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from keel.kernels.hopper_bwd import bounds, of_rows, probability, write_rows
+from keel.kernels.hopper_bwd import bounds, of_rows, probability, touch_bounds, write_rows
 from keel.kernels.hopper_bwd_producer import (
     ARRIVALS,
     DO_FREE,
@@ -47,8 +47,24 @@ from keel.kernels.hopper_bwd_producer import (
     work_behind,
 )
 from keel.kernels.hopper_common import PART as HALF
-from keel.kernels.hopper_common import add_product, hidden_zero, mark, no_sums, scores
-from keel.kernels.hopper_terms import Terms, bias_by_keys, origin_of, slope_of, with_bias
+from keel.kernels.hopper_common import (
+    add_product,
+    block_anew,
+    hidden_zero,
+    mark,
+    no_sums,
+    phase_of,
+    scores,
+    stage_of,
+)
+from keel.kernels.hopper_terms import (
+    Terms,
+    bias_by_keys,
+    key_of_run,
+    origin_of,
+    slope_of,
+    with_bias,
+)
 
 # fmt: off
 
@@ -92,8 +108,8 @@ def take_over(stage):
 def add_to_dv(inputs, numbers, ring, form: gl.constexpr, dv, count, row, head, lo, hi, key, alibi,
               MASKED: gl.constexpr, s_l: gl.constexpr):
     """What a block of rows adds to dv; its weights for the other consumer."""
-    stage = count % form.STAGES
-    phase = (count // form.STAGES) & 1
+    stage = stage_of(count, form)
+    phase = phase_of(count, form)
     zero = gl.zeros([HALF, HALF], gl.float32, s_l)
     q = ring.q.index(stage).reshape([HALF, form.D])
     do = ring.do.index(stage).reshape([HALF, form.DV])
@@ -119,8 +135,8 @@ def add_to_dv(inputs, numbers, ring, form: gl.constexpr, dv, count, row, head, l
 @gluon.jit
 def add_to_dk(ring, form: gl.constexpr, dk, count, s_l: gl.constexpr):
     """What a block of rows adds to dk: masks are in the weights."""
-    stage = count % form.STAGES
-    phase = (count // form.STAGES) & 1
+    stage = stage_of(count, form)
+    phase = phase_of(count, form)
     zero = gl.zeros([HALF, HALF], gl.float32, s_l)
     q = ring.q.index(stage).reshape([HALF, form.D])
     do = ring.do.index(stage).reshape([HALF, form.DV])
@@ -146,39 +162,36 @@ def values(inputs, numbers, ring, form: gl.constexpr, work, count):
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
     tile = my_tile(inputs, numbers, form, work)
     mine = gl.arange(0, HALF, gl.SliceLayout(1, s_l))
-    key = origin_of(inputs.terms, numbers.tq, form, tile.key0)
+    origin = origin_of(inputs.terms, numbers.tq, form, tile.key0)
     dv = no_sums(form.DV, False)
-    head = tile.lane * numbers.heads_each
-    end_head = head + numbers.heads_each
+    end_head = (tile.lane + 1) * numbers.heads_each
+    left = numbers.heads_each  # not the number of a head, which not all forms need
     mbarrier.wait(ring.k_full, round_of(form, work) & 1)
-    while head < end_head:
+    touch_bounds(inputs, form, tile.split, mine)
+    while left > 0:
+        head = end_head - left
         run = tile.first
-        row = gl.load(inputs.RUNS + run * 4)
-        end = gl.load(inputs.RUNS + run * 4 + 1)
-        lo, hi = bounds(inputs, form, tile.split, mine)
         alibi = slope_of(inputs.terms, form, head)
         while run < tile.last:  # not a loop for each kind of run: see the forward
-            next_row = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
-            next_end = gl.load(inputs.RUNS + run * 4 + 5)
+            row = gl.load(inputs.RUNS + run * 4)
+            end = gl.load(inputs.RUNS + run * 4 + 1)
+            key = key_of_run(origin, form)
             if run < tile.split:
                 while row < end:
-                    dv = add_to_dv(inputs, numbers, ring, form, dv, count, row, head, lo, hi,
+                    dv = add_to_dv(inputs, numbers, ring, form, dv, count, row, head, None, None,
                                    key, alibi, False, s_l)
                     row += HALF
                     count += 1
             else:
-                next_lo, next_hi = bounds(inputs, form, run + 1, mine)
+                lo, hi = bounds(inputs, form, run, mine)
+                touch_bounds(inputs, form, run + 1, mine)  # behind the last run is one more
                 while row < end:
                     dv = add_to_dv(inputs, numbers, ring, form, dv, count, row, head, lo, hi,
                                    key, alibi, True, s_l)
                     row += HALF
                     count += 1
-                lo = next_lo
-                hi = next_hi
-            row = next_row
-            end = next_end
             run += 1
-        head += 1
+        left -= 1
     tile = my_tile(inputs, numbers, form, work)  # again: registers are scarce in the loops
     write_rows(inputs.DV, dv[0], tile.key0, tile.key_end, tile.lane, numbers.num_lanes,
                form.DV_COLUMNS)
@@ -192,24 +205,19 @@ def keys(inputs, numbers, ring, form: gl.constexpr, work, count):
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
     tile = my_tile(inputs, numbers, form, work)
     dk = no_sums(form.D, form.SHORT)
-    head = tile.lane * numbers.heads_each
-    end_head = head + numbers.heads_each
+    left = numbers.heads_each
     mbarrier.wait(ring.v_full, round_of(form, work) & 1)
-    while head < end_head:
+    while left > 0:
         run = tile.first
-        row = gl.load(inputs.RUNS + run * 4)
-        end = gl.load(inputs.RUNS + run * 4 + 1)
         while run < tile.last:
-            next_row = gl.load(inputs.RUNS + run * 4 + 4)
-            next_end = gl.load(inputs.RUNS + run * 4 + 5)
+            row = gl.load(inputs.RUNS + run * 4)
+            end = gl.load(inputs.RUNS + run * 4 + 1)
             while row < end:
                 dk = add_to_dk(ring, form, dk, count, s_l)
                 row += HALF
                 count += 1
-            row = next_row
-            end = next_end
             run += 1
-        head += 1
+        left -= 1
     tile = my_tile(inputs, numbers, form, work)
     write_rows(inputs.DK, dk[0] * numbers.scale, tile.key0, tile.key_end, tile.lane,
                numbers.num_lanes, form.DK_COLUMNS)
@@ -224,7 +232,7 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     gradient: gl.constexpr = values if cid == 0 else keys
     count = 0
     if form.PERSISTENT:
-        work = gl.program_id(0)
+        work = block_anew()
         while work >= 0:
             count = gradient(inputs, numbers, ring, form, work, count)
             mark(KV_FREE)

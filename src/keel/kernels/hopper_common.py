@@ -157,6 +157,11 @@ class BackwardForm(Constants):
         return self.with_dq and not (self.staged or self.persistent)
 
     @property
+    def producer_registers(self) -> int:
+        """Of the 512 of four threads; the second consumer has 240, the first what is left."""
+        return 32 if self.has_offset and self.d == 64 else 24
+
+    @property
     def dv(self) -> int:
         """Columns of blocks of values."""
         return self.d
@@ -307,6 +312,28 @@ def hidden_zero():
     """A zero that LLVM does not see through: it would keep addresses of operands in registers."""
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
                                      pack=1)
+
+
+@gluon.jit
+def unknown_zero(number):
+    """A zero that ptxas does not see through either: `number`, which it cannot know, is not
+    negative. What is added to it is not computed before the number is there, and kept."""
+    return gl.minimum(number, 0)
+
+
+@gluon.jit
+def touch(place):
+    """Brings what lies there into the L1."""
+    gl.inline_asm_elementwise("prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l",
+                              [place.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False,
+                              pack=1)
+
+
+@gluon.jit
+def block_anew():
+    """`gl.program_id(0)`, which LLVM would keep for all who want it."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32,
+                                     is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -469,15 +496,16 @@ def work_of(turn):
     Work is sorted, most first: who had the most of one turn has the least of the next.
     """
     grid = gl.num_programs(0)
-    place = gl.program_id(0)
+    place = block_anew()
     return turn * grid + gl.where((turn & 1) == 1, grid - 1 - place, place)
 
 
 @gluon.jit
 def place_of(work, num_tiles, section):
     """(tile, head): heads in sections that share the L2; inside a section, longest tiles first."""
-    in_section = work % (num_tiles * section)
-    head = (work // (num_tiles * section)) * section + in_section % section
+    work_each = (num_tiles + hidden_zero()) * section  # else it is kept, on the stack
+    in_section = work % work_each
+    head = (work // work_each) * section + in_section % section
     return in_section // section, head
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from keel.kernels.hopper_common import PART, hidden_zero
+from keel.kernels.hopper_common import PART, hidden_zero, unknown_zero
 
 # fmt: off
 
@@ -95,11 +95,23 @@ def origin_of(terms, tq, form: gl.constexpr, key):
 
 
 @gluon.jit
+def key_of_run(origin, form: gl.constexpr):
+    """The same number; but addresses of a bias that follow from it are made for each run of blocks.
+    Else they would be kept for all of them, on the stack."""
+    if form.HAS_BIAS:
+        return origin + hidden_zero()
+    else:
+        return origin
+
+
+@gluon.jit
 def with_alibi_by_keys(s, scale, ring, form: gl.constexpr, stage, half: gl.constexpr, row, origin,
                        slope):
     """Scaled scores (keys, rows of a half) and their ALiBi; row: the first of the block."""
     layout: gl.constexpr = s.type.layout
     first = row + half * PART - origin
+    if form.HAS_SOFTCAP and form.BM > PART:  # else ptxas counts on, in a register that it lacks
+        first += unknown_zero(row)
     if form.HAS_OFFSET:
         rows_l: gl.constexpr = gl.SliceLayout(0, layout)
         offset = ring.offset.index(stage).slice(half * PART, PART).load(rows_l)
