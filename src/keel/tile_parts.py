@@ -54,7 +54,7 @@ MAX_PARTS = 32
 """Of one tile."""
 
 MAX_PLACES = 1024
-"""Of cut tiles times heads times the most parts: 68 MB with 128 values a row."""
+"""Of cut tiles times heads times the most parts: 71 MB with 128 values a row."""
 
 NUM_TARGETS = 36
 """Lengths of parts that are tried, from the longest tile's down to one of MAX_PARTS of it."""
@@ -76,11 +76,12 @@ class CutTiles:
     """Of one tile."""
 
     def numbers_between(self, heads: int, dv: int) -> int:
-        """How many fp32 numbers parts leave: sums of dv values, a top and a total for each row.
+        """How many fp32 numbers parts leave for each row: sums of dv values, and a top and a total
+        by each of the four threads that share it.
 
         heads: of queries; where some of them share a tile, it has as many tokens less.
         """
-        return self.num_cut * heads * self.most_parts * self.records.rows * (dv + 2)
+        return self.num_cut * heads * self.most_parts * self.records.rows * (dv + 8)
 
 
 def are_few(mask: AttnMask, heads: int, sms: int, tile_rows: int = ROWS) -> bool:

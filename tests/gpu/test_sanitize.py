@@ -32,10 +32,12 @@ pytestmark = [
 SCRIPT = Path(__file__).parent / "sanitize.py"
 KERNELS = Path(__file__).parents[2] / "src/keel/kernels"
 START = "*_kernel"
+ANYONE = "who reads"
+"""Fields are read in one function, and compilers give that the lines of others that use them."""
 HAND_OVERS = {
     (START, START): "Triton's own: what the first warps leave for others when these start",
-    ("publish", "field"): "fields_full and fields_empty, which all readers arrive at",
-    ("producer", "next_tile"): "the same: one more of the fields, where tiles are cut",
+    ("publish", ANYONE): "fields_full and fields_empty, which all readers arrive at",
+    ("producer", ANYONE): "the same: one more of the fields, where tiles are cut",
     ("put_away", "raise_tops"): "q_empty; the next write there is behind loads that follow",
     ("bring_numbers", "of_rows"): "q_full, do_full (cp.async); then Q_FREE or DO_FREE",
     ("add_to_dv", "add_to_dk"): "a named barrier; the next write is behind Q_FREE and q_full",
@@ -71,7 +73,7 @@ def function_at(place: str) -> str:
 
 
 def hazards(printed: str) -> set[tuple[str, str]]:
-    """(who writes, who reads) of all that racecheck reports; two writers, where both write."""
+    """(who writes, who reads) of all that racecheck reports, or who writes as well."""
     found, first = set(), ("", "")
     for line in printed.splitlines():
         access = re.search(r"(Read|Write) access at \S+ in (\w+\.py:\d+)", line)
@@ -82,8 +84,13 @@ def hazards(printed: str) -> set[tuple[str, str]]:
             first = (kind, who)
         else:
             a, b = sorted([first, (kind, who)], reverse=True)  # Write before Read
-            found.add((a[1], b[1]))
+            found.add((a[1], b[1] if b[0] == "Read" else f"{b[1]}, who writes"))
     return found
+
+
+def is_known(writer: str, other: str) -> bool:
+    reads = not other.endswith("who writes")
+    return (writer, other) in HAND_OVERS or (reads and (writer, ANYONE) in HAND_OVERS)
 
 
 def test_memcheck_finds_nothing():
@@ -94,5 +101,5 @@ def test_racecheck_reports_known_hand_overs_alone():
     printed = sanitize("racecheck", "--print-limit", "100000")
     found = hazards(printed)
     assert found, "it reports some of them always: else it did not look\n" + printed
-    unknown = found - HAND_OVERS.keys()
+    unknown = {pair for pair in found if not is_known(*pair)}
     assert not unknown, f"{unknown}\n{printed}"

@@ -67,12 +67,13 @@ def test_kernels_compile_and_fit(arch):
     ]
 
 
+@pytest.mark.parametrize("part", ["0/2", "1/2"])
 @pytest.mark.parametrize("which", ["forward", "backward"])
-def test_forms_near_the_limit(which):
+def test_forms_near_the_limit(which, part):
     """A choice of the forms below, for other versions of Triton (`make spills`)."""
     command = {"forward": "compile_hopper.py", "backward": "compile_hopper_bwd.py"}[which]
-    variants = compiled(command, "near")
-    assert len(variants) >= 4
+    variants = compiled(command, "near", part)
+    assert len(variants) >= 2
     spilling = [v for v in variants if v["loop_spills"]]
     assert not spilling, spilling
 
@@ -87,8 +88,17 @@ def test_hopper_kernels_do_not_spill(which):
         assert {v["pack"] for v in variants if v["cuts"]} >= {1, 4, 8, 16, 64}
     for v in variants:
         assert v["shared"] <= SHARED_LIMIT[90], v
-    spilling = [v for v in variants if v["loop_spills"]]
+    spilling = [v for v in variants if v["loop_spills"] or v["STACK"] > stack_allowed(v)]
     assert not spilling, spilling
+
+
+def stack_allowed(form: dict) -> int:
+    """Bytes outside of loops: one number where parts meet whose sums are added to what is there, or
+    that have a softcap and wide heads; a few in a form that no public call asks for."""
+    if form["cuts"] and (form["accumulate"] or (form["has_softcap"] and form["d"] == 256)):
+        return 8
+    asked_for = form["staged"] or form["accumulate"] or form["q_buffers"] == 1
+    return 0 if asked_for else 16
 
 
 def test_hopper_backward_does_not_spill():

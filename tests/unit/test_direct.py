@@ -577,7 +577,7 @@ def test_parts_of_tiles_get_memory_of_their_own(stub: Stub, monkeypatch) -> None
     assert len({x["PARTS"] for x in later}) == 3
     assert later[0]["MEETINGS"] == later[1]["MEETINGS"] != later[2]["MEETINGS"]
     rows = cut.most_parts * HQ * 128
-    assert set(sizes) == {rows * (D + 2)} and all(x["PARTS"].numel() == sizes[0] for x in kept)
+    assert set(sizes) == {rows * (D + 8)} and all(x["PARTS"].numel() == sizes[0] for x in kept)
     attend(q[:, :, :], k[:TOKENS], v[:TOKENS])  # not cut: none of it
     attend(q[:, :, :], k[:TOKENS], v[:TOKENS])
     assert last_launch(stub)["PARTS"] is last_launch(stub)["MEETINGS"] is None

@@ -11,9 +11,10 @@ import torch
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from triton import knobs
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from keel import _versions, masks
-from keel.kernels import hopper_launch
+from keel.kernels import hopper_fwd, hopper_launch
 from keel.kernels.hopper_launch import choose_form
 from keel.kernels.hopper_tiles import three_are_faster
 from keel.meta import Scoring
@@ -25,6 +26,20 @@ def test_consumers_decide_the_rows_of_a_tile():
         form = choose_form(64, 40, 128, out_matches=True, want_max=True, consumers=consumers)
         assert (form.rows, form.consumers) == (rows, consumers)
     assert choose_form(128, 128, 128, out_matches=True).rows == 128
+
+
+def test_kernels_compiled_for_other_properties_are_not_found(monkeypatch):
+    form = choose_form(256, 256, 64, out_matches=True)
+
+    def key() -> str:
+        kernel = hopper_fwd.hopper_fwd_kernel
+        place = (kernel.arg_names.index("FORM"),)
+        return GluonASTSource(kernel, {"FORM": "constexpr"}, constexprs={place: form}).hash()
+
+    before = key()
+    assert key() == before
+    monkeypatch.setattr(type(form), "producer_registers", property(lambda self: 40))
+    assert key() != before
 
 
 @pytest.mark.parametrize("dims", [(128, 128), (64, 128), (65, 64)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,12 @@ class Constants:
         if not name.isupper():
             raise AttributeError(name)
         return gl.constexpr(getattr(self, name.lower()))
+
+    def __str__(self) -> str:
+        """Fields and properties: Triton looks for compiled kernels by this, and must not find
+        those of a version in which a property had another value."""
+        names = sorted(n for n, x in inspect.getmembers(type(self)) if isinstance(x, property))
+        return f"{self!r} {[(name, getattr(self, name)) for name in names]}"
 
 
 @dataclass(frozen=True)
@@ -90,20 +97,39 @@ class Form(Constants):
     @property
     def least(self) -> bool:
         """There are few registers: masks and maxima by what takes the fewest of them (see `hide`,
-        `row_max`), and bounds of rows when they are needed."""
+        `row_max`)."""
         if self.consumers == 3:
             return True
         full = (self.d, self.dv, self.columns) == (256, 256, 0)
-        if full and not self.cuts:
-            capped, added = self.has_softcap, self.accumulate
-            # the one or the other is enough to spill with Triton 3.8, both are with 3.9
-            return capped or added if wastes_registers() else capped and added
-        return self.q_buffers == 1 and self.has_softcap and self.cuts
+        capped, added = self.has_softcap, self.accumulate
+        # the one or the other is enough to spill with Triton 3.8, both are with 3.9
+        return full and not self.cuts and (capped or (added and wastes_registers()))
+
+    @property
+    def rereads(self) -> bool:
+        """Bounds of rows are read when they are needed: there are few registers."""
+        return self.least or (self.q_buffers == 1 and self.has_softcap)
 
     @property
     def late(self) -> bool:
         """Nothing is read ahead of a run of blocks: there are no registers for it."""
         return self.q_buffers == 1
+
+    @property
+    def unhurried(self) -> bool:
+        """The next tile is looked at when products are made, and fields of one are given back when
+        it is put away: earlier, loops of Triton 3.6 spill. Heads that fill their blocks spill by it
+        with 3.7."""
+        wide = (self.d, self.dv) == (256, 256) and self.columns > 0
+        return wide and self.has_softcap and self.want_max and self.cuts
+
+    @property
+    def producer_registers(self) -> int:
+        """Of the 512 of four threads; the second consumer has 240, the first what is left."""
+        if self.q_buffers == 2:
+            return 32
+        # which of the two leaves nothing on the stack, with Triton 3.6
+        return 32 if self.has_softcap and not (self.cuts and self.dv > 64) else 24
 
     @property
     def tops(self) -> bool:

@@ -3,8 +3,8 @@
 A block of threads stays on its SM. One warp, the producer, draws work (a q tile of one head), and
 brings queries, keys and values into shared memory by TMA. Two or three warpgroups of consumers own
 64 rows each. They compute scores of a block of keys while the values of the block before are added
-up, with probabilities in registers all the time, and the first scores of the next tile while they
-put the last one away.
+up, with probabilities in registers all the time, and, where queries have two buffers, the first
+scores of the next tile while they put the last one away.
 
 Keys and values are handed back by named barriers, on which consumers only mark that they are done
 (`bar.arrive`); Triton's arrival on an mbarrier would bring the warpgroup to a stop each time.
@@ -37,6 +37,7 @@ from keel.kernels.hopper_common import (
     row_max,
     stage_of,
     take_turn,
+    touch,
 )
 from keel.kernels.hopper_fwd_steps import (
     add_values,
@@ -48,7 +49,7 @@ from keel.kernels.hopper_fwd_steps import (
 )
 from keel.kernels.hopper_producer import K_FREE, V_FREE, producer
 from keel.kernels.hopper_put_away import put_away
-from keel.kernels.hopper_rows import bounds
+from keel.kernels.hopper_rows import bounds, token_of
 
 # fmt: off
 
@@ -128,10 +129,38 @@ class Tile(NamedTuple):
 
 
 @gluon.jit
+def begin_tile(inputs, ring, turn, mine, form: gl.constexpr):
+    """First row of the tile that the producer tells of, or -1; touches what `next_tile` reads."""
+    slot = turn & 1
+    mbarrier.wait(ring.fields_full.index(slot), (turn >> 1) & 1)
+    row0 = field(ring, slot, 0)
+    if row0 >= 0:
+        first = field(ring, slot, 3)
+        split = field(ring, slot, 4)
+        last = field(ring, slot, 5)
+        touch(inputs.RUNS + first * 4 + 1)
+        touch(inputs.RUNS + gl.minimum(split, last - 1) * 4 + 3)
+        rows = field(ring, slot, 6) * form.TOKENS + token_of(mine, form)
+        touch(inputs.ROW_LO + rows)
+        touch(inputs.ROW_HI + rows)
+    return row0
+
+
+@gluon.jit
+def share_of(ring, slot, form: gl.constexpr):
+    if form.CUTS:
+        alone: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        return gl.max(ring.shares.index(slot).load(alone), 0)
+    else:
+        return slot
+
+
+@gluon.jit
 def next_tile(inputs, ring, turn, mine, form: gl.constexpr):
     """The tile that the producer tells of, and the bounds of its first partial run."""
     slot = turn & 1
-    mbarrier.wait(ring.fields_full.index(slot), (turn >> 1) & 1)
+    if form.Q_BUFFERS == 2:
+        mbarrier.wait(ring.fields_full.index(slot), (turn >> 1) & 1)
     row0 = field(ring, slot, 0)
     row_end = field(ring, slot, 1)
     head = field(ring, slot, 2)
@@ -140,16 +169,14 @@ def next_tile(inputs, ring, turn, mine, form: gl.constexpr):
     last = field(ring, slot, 5)
     row_set = field(ring, slot, 6)
     key = field(ring, slot, 7)
-    share = key
-    if form.CUTS:
-        alone: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        share = gl.max(ring.shares.index(slot).load(alone), 0)
-    mbarrier.arrive(ring.fields_empty.index(slot), count=1)
-    if row0 < 0:  # what follows is left over from an earlier tile, or from nowhere
-        row_set = 0
-        first = 0
-        split = 0
-        last = 1
+    share = share_of(ring, slot, form)
+    if form.Q_BUFFERS == 2:
+        mbarrier.arrive(ring.fields_empty.index(slot), count=1)
+        if row0 < 0:  # what follows is left over from an earlier tile, or from nowhere
+            row_set = 0
+            first = 0
+            split = 0
+            last = 1
     end = gl.load(inputs.RUNS + first * 4 + 1)
     lo, hi = bounds(inputs, row_set, mine, form)
     needs = gl.load(inputs.RUNS + gl.minimum(split, last - 1) * 4 + 3)
@@ -179,18 +206,20 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     turn = 0
     if cid == form.CONSUMERS - 1:
         pass_turn(cid, form)
-    tile, lo, hi = next_tile(inputs, ring, turn, mine, form)
+    if form.Q_BUFFERS == 1:
+        row0 = begin_tile(inputs, ring, turn, mine, form)
+    else:
+        tile, lo, hi = next_tile(inputs, ring, turn, mine, form)
+        row0 = tile.row0
     # not those of `tile`: a loop carries a name on only if its first value is another one
     old_row0 = 0
     old_end = 0
     old_head = 0
     old_share = 0
-    while tile.row0 >= 0:
+    while row0 >= 0:
         buffer = turn & (form.Q_BUFFERS - 1)
         if form.Q_BUFFERS == 1:
-            if turn > 0:
-                put_away(cid, inputs, numbers, ring, form, False, old_row0, old_end, old_head,
-                         old_share, 0, acc, total, top2, raw_top, mine, o_l)
+            tile, lo, hi = next_tile(inputs, ring, turn, mine, form)
         mbarrier.wait(ring.q_full.index(buffer), (turn >> (form.Q_BUFFERS - 1)) & 1)
         stage = stage_of(count, form)
         mbarrier.wait(ring.k_full.index(stage), phase_of(count, form))
@@ -236,7 +265,7 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
                     key += BN
                     count += 1
             else:
-                if form.LEAST:  # of the first such run they are in the L1
+                if form.REREADS:  # of the first such run they are in the L1
                     lo, hi = bounds(inputs, gl.load(inputs.RUNS + run * 4 + 2), mine, form)
                     next_lo, next_hi, next_needs = lo, hi, needs
                 else:
@@ -265,21 +294,40 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         stage = stage_of(count, form)
         mbarrier.wait(ring.v_full.index(stage), phase_of(count, form))
         acc = add_values(ring, acc, probs, stage, form)
-        old_row0 = tile.row0
-        old_end = tile.row_end
-        old_head = tile.head
-        old_share = tile.share
         turn += 1
-        tile, lo, hi = next_tile(inputs, ring, turn, mine, form)
+        if form.Q_BUFFERS == 2:
+            old_row0 = tile.row0
+            old_end = tile.row_end
+            old_head = tile.head
+            old_share = tile.share
+            tile, lo, hi = next_tile(inputs, ring, turn, mine, form)
+            row0 = tile.row0
+        elif not form.UNHURRIED:
+            row0 = begin_tile(inputs, ring, turn, mine, form)
         total = gl.convert_layout(gl.sum(sums, 1), srow_l)
         acc = warpgroup_mma_wait(0, [acc])
         mark(V_FREE + stage, form.CONSUMERS)
         count += 1
+        if form.Q_BUFFERS == 1:
+            if form.UNHURRIED:
+                row0 = begin_tile(inputs, ring, turn, mine, form)
+            slot = (turn & 1) ^ 1
+            old_row0 = field(ring, slot, 0)
+            old_end = field(ring, slot, 1)
+            old_head = field(ring, slot, 2)
+            old_share = share_of(ring, slot, form)
+            if not form.UNHURRIED:
+                mbarrier.arrive(ring.fields_empty.index(slot), count=1)
+            put_away(cid, inputs, numbers, ring, form, False, old_row0, old_end, old_head,
+                     old_share, 0, acc, total, top2, raw_top, mine, o_l)
+            if form.UNHURRIED:
+                mbarrier.arrive(ring.fields_empty.index(slot), count=1)
     if cid == 0:
         take_turn(cid, form)  # the last one nobody else takes
-    put_away(cid, inputs, numbers, ring, form, True, old_row0, old_end, old_head, old_share,
-             (turn + 1) % form.Q_BUFFERS, acc, total, top2, raw_top, mine, o_l)
-    tma.store_wait(0)
+    if form.Q_BUFFERS == 2:
+        put_away(cid, inputs, numbers, ring, form, True, old_row0, old_end, old_head, old_share,
+                 (turn + 1) % 2, acc, total, top2, raw_top, mine, o_l)
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -361,7 +409,7 @@ def hopper_fwd_kernel(
             (first_consumer, (inputs, numbers, ring, FORM)),
             (second_consumer, (inputs, numbers, ring, FORM)),
             (producer, (inputs, numbers, ring, FORM)),
-        ], [4, 1], [240, 32])
+        ], [4, 1], [240, FORM.PRODUCER_REGISTERS])
 
 
 # fmt: on

@@ -12,6 +12,7 @@ from keel.kernels.hopper_common import (
     PART,
     as_logits,
     draw,
+    place_of,
     publish,
     raise_max,
     stage_of,
@@ -35,13 +36,10 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
     older_head = -1
     grid = gl.num_programs(0)
     work = gl.program_id(0)
-    while work < numbers.num_work:
+    left = 1  # each block of threads has work, and a loop that is known to begin takes less
+    while left > 0:
         drawn = draw(inputs.COUNTER)
-        # heads in sections that share the L2; inside a section, longest tiles first
-        in_section = work % (numbers.num_tiles * numbers.section)
-        head = (work // (numbers.num_tiles * numbers.section)) * numbers.section
-        head += in_section % numbers.section
-        place = in_section // numbers.section
+        place, head = place_of(work, numbers.num_tiles, numbers.section)
         record = inputs.TILES + place * FIELDS
         row0 = gl.load(record)
         row_end = gl.load(record + 1)
@@ -99,6 +97,7 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         if drawn == numbers.num_work - 1:  # the last draw of all: ready for the next launch
             gl.store(inputs.COUNTER, 0)
         work = drawn + grid
+        left = numbers.num_work - work
         turn += 1
     slot = turn & 1
     mbarrier.wait(ring.fields_empty.index(slot), ((turn >> 1) & 1) ^ 1)

@@ -1,4 +1,4 @@
-"""Results of the Hopper forward's tiles: parts that meet, sink, out, lse and maxima of rows."""
+"""Results of the Hopper forward's tiles: sink, out, lse and maxima of rows."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from keel._versions import thread_barrier, tma_store
+from keel._versions import tma_store
 from keel.kernels.flash_common import LN2, LOG2E
 from keel.kernels.hopper_common import (
+    HALF,
     PART,
-    SHARE_BITS,
     as_logits,
     as_offset,
     raise_max,
     reciprocal,
+    unknown_zero,
 )
+from keel.kernels.hopper_meeting import meet
 from keel.kernels.hopper_rows import head_of, token_of
 
 # fmt: off
@@ -57,7 +59,7 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, LAST:
         complete = share < 0
         if share >= 0:
             acc, total, top2, complete = meet(
-                cid, inputs, numbers, form, share, head, there, acc, total, top2, o_l)
+                cid, inputs, numbers, form, share, head, row0, row_end, acc, total, top2, o_l)
         if complete:
             write_out(cid, inputs, numbers, ring, form, row0, row_end, head, buffer, acc, total,
                       top2, mine, o_l)
@@ -66,68 +68,6 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, LAST:
                   mine, o_l)
     if form.WANT_MAX and not form.TOPS:
         raise_max(inputs.MAX_LOGITS + head, as_logits(row_top, form))
-
-
-@gluon.jit
-def meet(cid: gl.constexpr, inputs, numbers, form: gl.constexpr, share, head, there, acc, total,
-         top2, o_l: gl.constexpr):
-    """Leaves what a part of a tile has summed up; the last part to come adds up all of them.
-
-    there: rows that the tile has; of others nothing is left.
-
-    Consumers of the same rows meet, each by itself, and none ever waits for another one: a part
-    that is not the last leaves. All parts are read back, the last one's own as well, in the order
-    of their keys: who comes last changes no bit.
-
-    Why what is read is what was written: each thread's stores come before the barrier of its
-    warpgroup, and that before the atomic of one of its threads, which releases them to the whole
-    GPU (a release covers what the releasing thread has seen by way of a barrier). The last one's
-    atomic reads a number that all others have added to, in one chain of atomics, and acquires
-    their stores; its warpgroup learns of the number behind another barrier. Loads pass by the L1.
-    """
-    row_l: gl.constexpr = gl.SliceLayout(1, o_l)
-    srow_l: gl.constexpr = top2.type.layout
-    SIZE: gl.constexpr = PART * (form.DV + 2)
-    parts = (share >> SHARE_BITS) & ((1 << SHARE_BITS) - 1)
-    meeting = (share >> (2 * SHARE_BITS)) * numbers.num_heads + head
-    first = inputs.PARTS + (
-        (meeting.to(gl.int64) * numbers.most_parts) * form.CONSUMERS + cid) * SIZE
-    rows = gl.arange(0, PART, srow_l)
-    cells = gl.arange(0, PART, row_l)[:, None] * form.DV
-    cells = cells + gl.arange(0, form.DV, gl.SliceLayout(0, o_l))[None, :]
-    inside = gl.convert_layout(there, row_l)[:, None]
-    own = first + (share & ((1 << SHARE_BITS) - 1)) * (form.CONSUMERS * SIZE)
-    gl.store(own + cells, acc, mask=inside)
-    gl.store(own + PART * form.DV + rows, top2, mask=there)
-    gl.store(own + PART * (form.DV + 1) + rows, total, mask=there)
-    thread_barrier()
-    counter = inputs.MEETINGS + meeting * form.CONSUMERS + cid
-    came = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-    complete = came == parts - 1
-    if complete:
-        gl.store(counter, 0)  # nobody else comes; ready for the next launch
-        tops = first + PART * form.DV + rows
-        top2 = gl.full([PART], float("-inf"), gl.float32, srow_l)
-        for part in range(0, parts, 2):
-            for n in gl.static_range(2):  # under way together
-                its_top2 = gl.load(tops + (part + n) * (form.CONSUMERS * SIZE),
-                                   mask=there & (part + n < parts), other=float("-inf"),
-                                   cache_modifier=".cg")
-                top2 = gl.maximum(top2, its_top2)
-        shift = gl.where(top2 == float("-inf"), 0.0, top2)
-        total = gl.zeros([PART], gl.float32, srow_l)
-        acc = gl.zeros([PART, form.DV], gl.float32, o_l)
-        for part in range(parts):
-            base = first + part * (form.CONSUMERS * SIZE)
-            its_top2 = gl.load(base + PART * form.DV + rows, mask=there, other=float("-inf"),
-                               cache_modifier=".cg")
-            its_total = gl.load(base + PART * (form.DV + 1) + rows, mask=there, other=0.0,
-                                cache_modifier=".cg")
-            its_acc = gl.load(base + cells, mask=inside, other=0.0, cache_modifier=".cg")
-            weight = gl.exp2(its_top2 - shift)
-            total += its_total * weight
-            acc += its_acc * gl.convert_layout(weight, row_l)[:, None]
-    return acc, total, top2, complete
 
 
 @gluon.jit
@@ -143,54 +83,108 @@ def write_out(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0
         shift = gl.where(new_top2 == float("-inf"), 0.0, new_top2)
         decay = gl.exp2(top2 - shift)
         total = total * decay + gl.exp2(sink2 - shift)
-        acc = acc * gl.convert_layout(decay, row_l)[:, None]
+        if form.STAGED:
+            acc = acc * gl.convert_layout(decay, row_l)[:, None]
         top2 = new_top2
     empty = total == 0.0
     denominator = gl.where(empty, 1.0, total)
     lse = gl.where(empty, float("-inf"), (top2 + quick_log2(denominator, form)) * LN2)
-    out = acc * gl.convert_layout(reciprocal(denominator), row_l)[:, None]
-    lse_place = inputs.LSE + as_offset(rows) * as_offset(numbers.num_heads * form.PACK)
+    weight = reciprocal(denominator)
+    row_heads = numbers.num_heads
+    if form.PACK > 1:
+        row_heads = (row_heads + unknown_zero(head)) * form.PACK  # else it is kept, on the stack
+    lse_place = inputs.LSE + as_offset(rows) * as_offset(row_heads)
     lse_place += head_of(mine, head, form)
-    dim = gl.arange(0, form.DV, gl.SliceLayout(0, o_l))
-    if form.PACK == 1:
-        out_rows = row0 + cid * PART + gl.arange(0, PART, row_l)
-        place = inputs.OUT + (out_rows.to(gl.int64) * as_offset(numbers.stride_ot))[:, None]
-        place += head.to(gl.int64) * as_offset(numbers.stride_oh) + dim[None, :]
+    if form.STAGED:
+        gl.store(lse_place, lse, mask=there)
+        out = acc * gl.convert_layout(weight, row_l)[:, None]
+        write_staged(cid, inputs, numbers, ring, form, row0, row_end, head, buffer, out, o_l)
     else:
-        row = cid * PART + gl.arange(0, PART, row_l)
-        out_rows = row0 + token_of(row, form)
-        line = out_rows.to(gl.int64) * as_offset(numbers.stride_ot)
-        line += head_of(row, head, form).to(gl.int64) * as_offset(numbers.stride_oh)
-        place = inputs.OUT + line[:, None] + dim[None, :]
+        if form.HAS_SINK:
+            weight = weight * decay
+        old_weight = weight
+        if form.ACCUMULATE:
+            old_lse = gl.load(lse_place, mask=there, other=float("-inf"))
+            high = gl.maximum(lse, old_lse)
+            high = gl.where(high == float("-inf"), 0.0, high)
+            new_part = gl.exp2((lse - high) * LOG2E)
+            old_part = gl.exp2((old_lse - high) * LOG2E)
+            both = new_part + old_part
+            nothing = both == 0.0
+            both = gl.where(nothing, 1.0, both)
+            lse = gl.where(nothing, float("-inf"), high + gl.log2(both) * LN2)
+            weight = weight * (new_part / both)
+            old_weight = old_part / both
+        gl.store(lse_place, lse, mask=there)
+        write_columns(cid, inputs, numbers, form, row0, row_end, head, acc, weight, old_weight)
+
+
+@gluon.jit
+def write_staged(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0, row_end, head,
+                 buffer, out, o_l: gl.constexpr):
+    """By TMA, by way of where queries were that are needed no more; rows of a tile that has not all
+    of them, each by itself."""
+    row_l: gl.constexpr = gl.SliceLayout(1, o_l)
+    TOKENS: gl.constexpr = PART // form.PACK
+    dim = gl.arange(0, form.DV, gl.SliceLayout(0, o_l))
+    row = cid * PART + gl.arange(0, PART, row_l)
+    out_rows = row0 + token_of(row, form)
+    place = inputs.OUT + line_of(row, out_rows, numbers, form, head)[:, None] + dim[None, :]
     inside = (out_rows < row_end)[:, None]
     if form.COLUMNS > 0:
         inside = inside & (dim < form.COLUMNS)[None, :]
-    if form.ACCUMULATE:
-        old_lse = gl.load(lse_place, mask=there, other=float("-inf"))
-        high = gl.maximum(lse, old_lse)
-        high = gl.where(high == float("-inf"), 0.0, high)
-        new_part = gl.exp2((lse - high) * LOG2E)
-        old_part = gl.exp2((old_lse - high) * LOG2E)
-        both = new_part + old_part
-        nothing = both == 0.0
-        both = gl.where(nothing, 1.0, both)
-        old = gl.load(place, mask=inside, other=0.0)
-        out = out * gl.convert_layout(new_part / both, row_l)[:, None]
-        out += old * gl.convert_layout(old_part / both, row_l)[:, None]
-        lse = gl.where(nothing, float("-inf"), high + gl.log2(both) * LN2)
-    gl.store(lse_place, lse, mask=there)
     out = out.to(inputs.OUT.dtype.element_ty)
-    if not form.STAGED:
-        gl.store(place, out, mask=inside)
+    if row_end - row0 >= (cid + 1) * TOKENS:
+        staged = ring.q.index(form.CONSUMERS * buffer + cid)
+        staged.reshape([PART, form.D]).store(out)
+        fence_async_shared()
+        tma_store(inputs.o, [row0 + cid * TOKENS, head * form.PACK, 0], staged)
     else:
-        TOKENS: gl.constexpr = PART // form.PACK
-        if row_end - row0 >= (cid + 1) * TOKENS:  # all its rows; their queries are needed no more
-            staged = ring.q.index(form.CONSUMERS * buffer + cid)
-            staged.reshape([PART, form.D]).store(out)
-            fence_async_shared()
-            tma_store(inputs.o, [row0 + cid * TOKENS, head * form.PACK, 0], staged)
-        else:
-            gl.store(place, out, mask=inside)
+        gl.store(place, out, mask=inside)
+
+
+@gluon.jit
+def write_columns(cid: gl.constexpr, inputs, numbers, form: gl.constexpr, row0, row_end, head, acc,
+                  weight, old_weight):
+    """out = acc · weight (+ out · old_weight), 64 columns at a time, which registers hold."""
+    o_l: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
+    row_l: gl.constexpr = gl.SliceLayout(1, o_l)
+    COLUMNS: gl.constexpr = form.COLUMNS if form.COLUMNS > 0 else form.DV
+    weight = gl.convert_layout(weight, row_l)[:, None]
+    old_weight = gl.convert_layout(old_weight, row_l)[:, None]
+    row = cid * PART + gl.arange(0, PART, row_l)
+    rows = row0 + token_of(row, form)
+    line = line_of(row, rows, numbers, form, head)
+    dim = gl.arange(0, HALF, gl.SliceLayout(0, o_l))
+    for first in gl.static_range(0, COLUMNS, HALF):
+        out = gl.convert_layout(columns_from(acc, first), o_l) * weight
+        place = inputs.OUT + line[:, None] + (first + dim)[None, :]
+        inside = (rows < row_end)[:, None]
+        if COLUMNS < first + HALF:
+            inside = inside & (first + dim < COLUMNS)[None, :]
+        if form.ACCUMULATE:
+            out += gl.load(place, mask=inside, other=0.0) * old_weight
+        gl.store(place, out.to(inputs.OUT.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def line_of(row, token, numbers, form: gl.constexpr, head):
+    """Where rows of out begin."""
+    line = token.to(gl.int64) * as_offset(numbers.stride_ot)
+    return line + head_of(row, head, form).to(gl.int64) * as_offset(numbers.stride_oh)
+
+
+@gluon.jit
+def columns_from(x, first: gl.constexpr):
+    """64 columns of 64, 128 or 256: no number moves."""
+    if x.shape[1] == 4 * HALF:
+        pair = gl.split(x.reshape([PART, 2, 2 * HALF]).permute((0, 2, 1)))
+        x = pair[first // (2 * HALF)]
+    if x.shape[1] == 2 * HALF:
+        pair = gl.split(x.reshape([PART, 2, HALF]).permute((0, 2, 1)))
+        x = pair[first // HALF % 2]
+    return x
 
 
 # fmt: on
