@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from keel.masks.arrays import Ints, ragged_arange
+from keel.masks.arrays import Ints, ragged_range
 from keel.masks.intervals import RowIntervals
 from keel.masks.mask import AttnMask
 from keel.tiling import (
@@ -212,7 +212,7 @@ def _cut(rows: RowIntervals, starts: Ints, ends: Ints) -> Pieces:
     first_tile = np.searchsorted(starts, begin, side="right") - 1
     count = np.searchsorted(starts, end - 1, side="right") - first_tile
     which = np.repeat(np.arange(len(strip)), count)
-    tile = first_tile[which] + ragged_arange(count)
+    tile = ragged_range(first_tile, count)
     a, b = np.maximum(begin[which], starts[tile]), np.minimum(end[which], ends[tile])
     return pieces_of(rows, which, tile, a, b)
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from keel.masks.arrays import Ints, order_by, ragged_arange, sort_with_index
+from keel.masks.arrays import Ints, order_by, ragged_range, sort_with_index
 from keel.masks.intervals import RowIntervals
 from keel.masks.mask import AttnMask
 
@@ -204,7 +204,7 @@ def _cut_at_tiles(rows: RowIntervals, block_m: int) -> Pieces:
     first_tile = start // block_m
     count = (end - 1) // block_m - first_tile + 1
     which = np.repeat(np.arange(len(strip)), count)
-    tile = first_tile[which] + ragged_arange(count)
+    tile = ragged_range(first_tile, count)
     a = np.maximum(start[which], tile * block_m)
     b = np.minimum(end[which], (tile + 1) * block_m)
     return pieces_of(rows, which, tile, a, b)
@@ -227,12 +227,12 @@ def full_runs(pieces: Pieces, num_k: int, rows: int | Ints, block_n: int) -> _Ru
     rows: of every tile, or (tiles,) of each.
     """
     start, end = -(-pieces.lo_last // block_n), pieces.hi_first // block_n
-    spans = start < end
+    spans = np.flatnonzero(start < end)  # faster to index with than what it is made of
     lane, first, last = _sweep(
         pieces.tile[spans],
         start[spans],
         end[spans],
-        (pieces.b - pieces.a)[spans],
+        pieces.b[spans] - pieces.a[spans],
         num_k,
         need=rows,
     )
@@ -242,22 +242,45 @@ def full_runs(pieces: Pieces, num_k: int, rows: int | Ints, block_n: int) -> _Ru
 def with_partial(full: _Runs, pieces: Pieces, num_sets: Ints, num_k: int, block_n: int) -> _Runs:
     """All runs, by (tile, set): the k tiles that pieces touch, less the full ones; full last."""
     sets = int(num_sets.max(initial=0)) + 1  # one more for the full runs
-    copies = num_sets[full.lane]  # a full block is taken out of every set of its tile
-    full_lane = np.repeat(full.lane * sets, copies) + ragged_arange(copies)
-    weight = np.ones(len(pieces.tile) + len(full_lane), np.int64)
-    weight[len(pieces.tile) :] = -(len(pieces.tile) + 1)  # outweighs any number of pieces
-    partial = _sweep(
-        np.concatenate([pieces.tile * sets + pieces.index, full_lane]),
-        np.concatenate([pieces.lo_first // block_n, np.repeat(full.start, copies)]),
-        np.concatenate([-(-pieces.hi_last // block_n), np.repeat(full.end, copies)]),
-        weight,
+    touched = _united(
+        pieces.tile * sets + pieces.index,
+        pieces.lo_first // block_n,
+        -(-pieces.hi_last // block_n),
         num_k,
     )
-    rest = ((full.lane + 1) * sets - 1, full.start, full.end)
-    lane, start, end = (np.concatenate(x) for x in zip(partial, rest, strict=True))
+    # Only in tiles that have full blocks is there anything to take out.
+    mixed = np.zeros(len(num_sets), bool)
+    mixed[full.lane] = True
+    mixed = mixed[touched[0] // sets]
+    alone, beside = np.flatnonzero(~mixed), np.flatnonzero(mixed)
+    copies = num_sets[full.lane]  # a full block is taken out of every set of its tile
+    out = (
+        ragged_range(full.lane * sets, copies),
+        np.repeat(full.start, copies),
+        np.repeat(full.end, copies),
+    )
+    lane, start, end = (np.concatenate([x[beside], y]) for x, y in zip(touched, out, strict=True))
+    weight = np.repeat([1, -2], [len(beside), len(out[0])])
+    rest = _sweep(lane, start, end, weight, num_k)
+    last = ((full.lane + 1) * sets - 1, full.start, full.end)
+    lane, start, end = (
+        np.concatenate([x[alone], y, z]) for x, y, z in zip(touched, rest, last, strict=True)
+    )
     order = order_by(lane)
     tile, index = np.divmod(lane[order], sets)
     return _Runs(tile, np.where(index == sets - 1, -1, index), start[order], end[order])
+
+
+def _united(lane: Ints, start: Ints, end: Ints, length: int) -> tuple[Ints, Ints, Ints]:
+    """Maximal segments that the segments [start, end) of each lane cover together."""
+    stride = length + 1  # a gap behind each lane
+    offset = lane * stride
+    first, order = sort_with_index(offset + start)
+    reach = np.maximum.accumulate((offset + end)[order])
+    opens = np.flatnonzero(np.append(True, first[1:] > reach[:-1])[: len(first)])
+    first, last = first[opens], reach[np.append(opens[1:], len(reach))[: len(opens)] - 1]
+    lane = first // stride
+    return lane, first - lane * stride, last - lane * stride
 
 
 def _sweep(
@@ -272,7 +295,8 @@ def _sweep(
     if isinstance(need, np.ndarray):
         need = need[key[:-1] // stride]
     inside = (key[1:] > key[:-1]) & (level > 0 if need is None else level == need)
-    first, last = key[:-1][inside], key[1:][inside]
+    at = np.flatnonzero(inside)
+    first, last = key[at], key[at + 1]
     touches = first[1:] == last[:-1]
     first = first[np.append(True, ~touches)[: len(first)]]
     last = last[np.append(~touches, True)[: len(last)]]
@@ -293,8 +317,8 @@ def _transpose(runs: _Runs, num_q: int, num_k: int) -> _Runs:
     lane = index * stride + runs.lane + 1
     if (runs.end - runs.start).sum() <= 4 * len(lane):
         cell = _cells(lane, runs.start, runs.end, sets * stride)
-        begins = np.diff(cell, prepend=-1) > 1
-        first, last = cell[begins], cell[np.roll(begins, -1)]
+        begins = np.flatnonzero(np.diff(cell, prepend=-1) > 1)
+        first, last = cell[begins], cell[np.append(begins[1:], len(cell))[: len(begins)] - 1]
     else:
         first, last = (
             _cells(
@@ -317,7 +341,9 @@ def _transpose(runs: _Runs, num_q: int, num_k: int) -> _Runs:
 def _cells(lane: Ints, start: Ints, end: Ints, stride: int) -> Ints:
     """Sorted lane + stride * k for every k of [start, end)."""
     count = end - start
-    cells = np.repeat(lane + stride * start, count) + stride * ragged_arange(count)
+    behind = np.cumsum(count) - count
+    cells = np.repeat(lane + stride * (start - behind), count)
+    cells += stride * np.arange(len(cells))
     if cells.max(initial=0) < 1 << 31:  # these have no order to profit from: halve the bytes
         return np.sort(cells.astype(np.int32))
     return np.sort(cells)
@@ -338,7 +364,7 @@ def tile_lists(runs: _Runs, num_lanes: int, row_set: Ints) -> TileLists:
     )
 
 
-def _columns(*columns: Ints) -> Int32s:
+def _columns(*columns: Ints | NDArray[np.bool_]) -> Int32s:
     """(n, len(columns))"""
     table = np.empty((len(columns[0]), len(columns)), np.int32)
     for n, column in enumerate(columns):
@@ -347,12 +373,11 @@ def _columns(*columns: Ints) -> Int32s:
 
 
 def ramps_of(pieces: Pieces, set_base: Ints, block_m: int) -> Int32s:
-    rows = pieces.b - pieces.a
-    steps = np.maximum(rows - 1, 1)
+    row_set, first = set_base[pieces.tile] + pieces.index, pieces.a - pieces.tile * block_m
     return _columns(
-        *(set_base[pieces.tile] + pieces.index, pieces.a - pieces.tile * block_m, rows),
-        *(pieces.lo_first, (pieces.lo_last - pieces.lo_first) // steps),
-        *(pieces.hi_first, (pieces.hi_last - pieces.hi_first) // steps),
+        *(row_set, first, pieces.b - pieces.a),
+        *(pieces.lo_first, pieces.lo_last > pieces.lo_first),  # steps are 0 or 1
+        *(pieces.hi_first, pieces.hi_last > pieces.hi_first),
     )
 
 

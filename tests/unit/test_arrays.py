@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.masks.arrays import distinct, order_by, ragged_arange, sort_with_index
+from keel.masks.arrays import distinct, order_by, ragged_arange, ragged_range, sort_with_index
 
 keys = st.sampled_from([1, 3, 1 << 20, 1 << 40, 1 << 61]).flatmap(
     lambda most: st.lists(st.integers(0, most), max_size=30)
@@ -39,3 +39,10 @@ def test_distinct(values: list[int]) -> None:
 def test_ragged_arange(lengths: list[int]) -> None:
     want = [n for length in lengths for n in range(length)]
     assert ragged_arange(np.array(lengths, np.int64)).tolist() == want
+
+
+@given(st.lists(st.tuples(st.integers(-9, 1 << 40), st.integers(0, 5))))
+def test_ragged_range(ranges: list[tuple[int, int]]) -> None:
+    starts, lengths = np.array(ranges, np.int64).reshape(-1, 2).T
+    want = [start + n for start, length in ranges for n in range(length)]
+    assert ragged_range(starts, lengths).tolist() == want

@@ -17,7 +17,7 @@ from keel.distributed import flex_key, varlen_key
 from keel.distributed import keys as cp_keys
 from keel.distributed.hierarchy import route_of
 from keel.distributed.layout import Layout, contiguous, zigzag
-from keel.distributed.plan import Plan, exchange_of, make_plan, slice_areas
+from keel.distributed.plan import Plan, exchange_of, fresh_plan, fresh_plans, make_plan, slice_areas
 from keel.distributed.work import tile_work
 from keel.masks import AttnMask, AttnSlice
 
@@ -163,6 +163,21 @@ def test_zigzag_evens_out_a_causal_mask():
     assert area[zigzag].max() / area[zigzag].mean() < 1.001
     assert area[contiguous].max() / area[contiguous].mean() > 1.8
     assert area[zigzag].sum() == mask.area()
+
+
+@pytest.mark.parametrize("degrees", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+@pytest.mark.parametrize("moves", [False, True])
+def test_plans_made_together_are_those_made_alone(degrees, moves):
+    layout = Layout([0, 8, 16, 24], [8, 16, 24, 32], [0, 1, 0, 1], 2)
+    # Nobody sees keys 0..8: they stand before the others of rank 0, but are never fetched.
+    slices = [AttnSlice(n, n + 8, n, n + 8, hi=0) for n in (8, 16, 24)]
+    if moves:
+        slices.append(AttnSlice(0, 8, 24, 32))
+    mask = AttnMask(slices, 32, 32)
+    for together in fresh_plans(mask, layout, layout, degrees):
+        alone = fresh_plan(mask, layout, layout, together.degree)
+        np.testing.assert_array_equal(together.slices, alone.slices)
+        assert all(map(np.array_equal, together.segments, alone.segments))
 
 
 def test_equal_plans_are_one_object():

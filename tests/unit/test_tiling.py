@@ -221,7 +221,7 @@ def packed_documents(count: int, tokens: int, seed: int) -> AttnMask:
 def seconds(make: Callable[[int], Any], work: Callable[[Any], Any], bar: float) -> float:
     """The best time of work(make(n)) over several n; stops once it is below the bar."""
     best = float("inf")
-    for n in range(150):
+    for n in range(40):
         subject = make(n)
         start = time.perf_counter()
         work(subject)

@@ -26,7 +26,7 @@ from keel.distributed.plan import (
     merged,
     rows_of,
 )
-from keel.masks.arrays import order_by, ragged_arange
+from keel.masks.arrays import order_by, ragged_range
 
 Tensor = torch.Tensor
 
@@ -111,7 +111,7 @@ def _inside(
         first = layout.rows[node * per_node + place] + starts[at] + sent.lo - arrived.lo[at]
         rows = np.where(foreign, first, rows)
     counts = sent.hi - sent.lo
-    send_rows = np.repeat(rows, counts) + ragged_arange(counts)
+    send_rows = ragged_range(rows, counts)
     send_counts = np.bincount(sent.dst % per_node, counts, per_node)
     coming = mine.select(mine.dst == node * per_node + place)
     lengths = coming.hi - coming.lo

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from keel.masks.arrays import Ints, ragged_arange
+from keel.masks.arrays import Ints, ragged_range
 
 
 class Layout:
@@ -74,7 +74,7 @@ class Layout:
         """(rows,) global numbers of a rank's tokens, in local order."""
         mine = self.ranks == rank
         lengths = (self.ends - self.starts)[mine]
-        return np.repeat(self.starts[mine], lengths) + ragged_arange(lengths)
+        return ragged_range(self.starts[mine], lengths)
 
     @functools.cached_property
     def digest(self) -> bytes:

@@ -19,7 +19,7 @@ import torch
 
 from keel.distributed.layout import Layout
 from keel.masks import AttnMask
-from keel.masks.arrays import Ints, order_by, ragged_arange
+from keel.masks.arrays import Ints, order_by, ragged_range
 from keel.masks.intervals import UNBOUNDED
 
 MAX_DEGREE = 64
@@ -207,18 +207,18 @@ def fresh_plans(
         )
     seen = _seen_by_pieces(mask.array, q_layout)
     whole = _segments(seen, k_layout)
+    nothing_moves = bool((whole.src == whole.dst).all())
+    at_home: Ints | None = None  # all slices, where nothing moves: the same for degrees above 0
     for degree in degrees:
         if not 0 <= degree <= MAX_DEGREE:
             raise ValueError(f"degree must be in 0..{MAX_DEGREE}, got {degree}")
         segments = _staged(whole, k_layout.num_ranks, degree) if degree else whole
-        yield Plan(
-            mask,
-            q_layout,
-            k_layout,
-            degree,
-            segments,
-            _local_slices(seen, q_layout, k_layout, segments, degree),
-        )
+        slices = at_home if degree else None
+        if slices is None:
+            slices = _local_slices(seen, q_layout, k_layout, segments, degree)
+        if degree and nothing_moves:
+            at_home = slices
+        yield Plan(mask, q_layout, k_layout, degree, segments, slices)
 
 
 class _Seen(NamedTuple):
@@ -243,7 +243,7 @@ def overlaps(lo: Ints, hi: Ints, starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
     count = np.maximum(np.searchsorted(starts, hi, "left") - first, 0)
     count[hi <= lo] = 0
     interval = np.repeat(np.arange(len(lo)), count)
-    return interval, np.repeat(first, count) + ragged_arange(count)
+    return interval, ragged_range(first, count)
 
 
 def _seen_by_pieces(slices: Ints, layout: Layout) -> _Seen:
@@ -292,7 +292,7 @@ def _staged(segments: Segments, num_ranks: int, degree: int) -> Segments:
     first, last = before // size, np.maximum(before + rows - 1, before) // size
     parts = last - first + 1
     at = np.repeat(np.arange(len(rows)), parts)
-    stage = first[at] + ragged_arange(parts)
+    stage = ragged_range(first, parts)
     cut = segments.select(at)
     own = cut.src == cut.dst
     lo = np.where(own, cut.lo, np.maximum(cut.lo, cut.lo + stage * size[at] - before[at]))
@@ -376,7 +376,7 @@ def exchange_of(
     out = segments.select(segments.src == rank)
     out = out.select(order_by(out.dst, out.lo))
     lengths = out.hi - out.lo
-    rows = np.repeat(rows_of(layout, out), lengths) + ragged_arange(lengths)
+    rows = ragged_range(rows_of(layout, out), lengths)
     sent = np.bincount(out.dst, lengths, layout.num_ranks)[everyone]
     coming = segments.select(segments.dst == rank)
     lengths = coming.hi - coming.lo
@@ -390,7 +390,7 @@ def arrival_order(src: Ints, lo: Ints, lengths: Ints) -> Ints | None:
     by_source, by_key = order_by(src, lo), order_by(lo)
     starts = np.empty(len(lengths), np.int64)
     starts[by_source] = np.cumsum(lengths[by_source]) - lengths[by_source]
-    wanted = np.repeat(starts[by_key], lengths[by_key]) + ragged_arange(lengths[by_key])
+    wanted = ragged_range(starts[by_key], lengths[by_key])
     in_order = not len(wanted) or (wanted[0] == 0 and bool((np.diff(wanted) == 1).all()))
     return None if in_order else wanted
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.distributed.work import Floats
-from keel.masks.arrays import Ints, order_by, ragged_arange
+from keel.masks.arrays import Ints, order_by, ragged_range
 
 Bools = NDArray[np.bool_]
 
@@ -58,7 +58,7 @@ def views_of(seen: tuple[Ints, Ints], opens: Ints, total: int, unit: int) -> Vie
     begin = np.searchsorted(opens, first, "right") - 1
     count = np.where(first < last, np.searchsorted(opens, last, "left") - begin, 0)
     units = np.repeat(np.arange(len(first)), count)
-    document = begin[units] + ragged_arange(count)
+    document = ragged_range(begin, count)
     home = np.searchsorted(opens, np.arange(len(first)) * unit, "right") - 1
     own = len(opens) + np.arange(len(first))
     return Views(
@@ -179,7 +179,7 @@ class Relief:
     def _grown(self, units: Ints) -> Ints:
         """(ranks,) keys that each rank would see with these units."""
         first, last = self._entries[units], self._entries[units + 1]
-        seen = self._seen_by(np.repeat(first, last - first) + ragged_arange(last - first))
+        seen = self._seen_by(ragged_range(first, last - first))
         there = np.flatnonzero(seen.hi > seen.lo)
         lo, hi = self.seen.lo[:, there], self.seen.hi[:, there]
         now = Seen(lo, hi).keys

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from keel.distributed.layout import Layout
 from keel.distributed.plan import merged
-from keel.masks.arrays import Ints, order_by, ragged_arange
+from keel.masks.arrays import Ints, order_by, ragged_range
 from keel.masks.intervals import RowIntervals
 from keel.masks.mask import AttnMask
 
@@ -72,6 +72,7 @@ def work_of_ranks(mask: AttnMask, layout: Layout, unit: int = 128) -> Floats:
     return np.bincount(layout.ranks, mine, layout.num_ranks).astype(np.float64)
 
 
+@functools.lru_cache(maxsize=8)
 def rows_received(mask: AttnMask, layout: Layout, k_layout: Layout | None = None) -> Ints:
     """(num_ranks,) distinct keys that the queries of a rank see and that it does not hold.
 
@@ -85,7 +86,9 @@ def rows_received(mask: AttnMask, layout: Layout, k_layout: Layout | None = None
     piece, lo, hi = _seen(mask.row_intervals(), np.append(layout.starts, layout.total))
     rank = np.concatenate([layout.ranks[piece], k_layout.ranks])
     lo, hi = np.concatenate([lo, k_layout.starts]), np.concatenate([hi, k_layout.ends])
-    return _covered(rank, lo, hi, layout.num_ranks) - k_layout.rows
+    rows = _covered(rank, lo, hi, layout.num_ranks) - k_layout.rows
+    rows.flags.writeable = False
+    return rows
 
 
 def tiles_read(mask: AttnMask, layout: Layout, unit: int) -> tuple[Floats, Floats]:
@@ -120,7 +123,7 @@ def _seen(rows: RowIntervals, bounds: Ints) -> tuple[Ints, Ints, Ints]:
     first = np.searchsorted(bounds, start, "right") - 1
     count = np.searchsorted(bounds, end, "left") - first
     which = np.repeat(np.arange(len(strip)), count)
-    part = first[which] + ragged_arange(count)
+    part = ragged_range(first, count)
     top = np.maximum(start[which], bounds[part])
     bottom = np.minimum(end[which], bounds[part + 1]) - 1
     lo = rows.lo_base[which] + rows.lo_slope[which] * top

@@ -22,7 +22,7 @@ import transformers
 from transformers import masking_utils as hf
 
 from keel.masks import AttnMask
-from keel.masks.arrays import Ints, ragged_arange
+from keel.masks.arrays import Ints, ragged_range
 from keel.masks.intervals import UNBOUNDED
 
 HIDDEN = -1
@@ -349,7 +349,7 @@ def _joined(
     begin = np.searchsorted(sorted_number, q_number, side="left")
     matches = np.searchsorted(sorted_number, q_number, side="right") - begin
     one = np.repeat(np.arange(len(q_number)), matches)
-    two = order[np.repeat(begin, matches) + ragged_arange(matches)]
+    two = order[ragged_range(begin, matches)]
     q0, q1, k0, k1 = q0[one], q1[one], k0[two], k1[two]
     # From distances between positions to distances between places in the flattened tensors.
     sample = q0 // max(queries[1], 1)

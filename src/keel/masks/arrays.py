@@ -14,8 +14,18 @@ def ragged_arange(lengths: Ints) -> Ints:
     >>> ragged_arange(np.array([2, 0, 3])).tolist()
     [0, 1, 0, 1, 2]
     """
+    return ragged_range(np.zeros(len(lengths), np.int64), lengths)
+
+
+def ragged_range(starts: Ints, lengths: Ints) -> Ints:
+    """a..a+n-1 for each a of starts and n of lengths, concatenated.
+
+    >>> ragged_range(np.array([7, 0, 4]), np.array([2, 0, 3])).tolist()
+    [7, 8, 4, 5, 6]
+    """
     ends = np.cumsum(lengths)
-    return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total) + np.repeat(starts - ends + lengths, lengths)
 
 
 def ascending(values: Ints) -> Ints:

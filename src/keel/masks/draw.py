@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.masks.arrays import Ints, ragged_arange
+from keel.masks.arrays import Ints, ragged_range
 from keel.masks.intervals import UNBOUNDED
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def cell_area(mask: AttnMask, rows: Ints, columns: Ints) -> Ints:
     first = np.searchsorted(rows, intervals.start[strip], side="right") - 1
     count = np.searchsorted(rows, intervals.end[strip] - 1, side="right") - first
     which = np.repeat(np.arange(len(strip)), count)
-    line = np.repeat(first, count) + ragged_arange(count)
+    line = ragged_range(first, count)
     start = np.maximum(intervals.start[strip[which]], rows[line])
     num_rows = np.minimum(intervals.end[strip[which]], rows[line + 1]) - start
     lo, lo_slope = intervals.lo_base[which], intervals.lo_slope[which]
@@ -86,7 +86,7 @@ def cell_area(mask: AttnMask, rows: Ints, columns: Ints) -> Ints:
     for begin in range(0, len(which), step):
         touched = right[begin : begin + step] - left[begin : begin + step]
         x = begin + np.repeat(np.arange(len(touched)), touched)
-        column = left[x] + ragged_arange(touched)
+        column = ragged_range(left[begin : begin + step], touched)
         e0, e1, n = columns[column], columns[column + 1], num_rows[x]
         upper = _sum_min(hi[x], hi_slope[x], n, e1) - _sum_min(hi[x], hi_slope[x], n, e0)
         lower = _sum_min(lo[x], lo_slope[x], n, e1) - _sum_min(lo[x], lo_slope[x], n, e0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.masks.arrays import Ints, distinct, order_by, ragged_arange
+from keel.masks.arrays import Ints, distinct, order_by, ragged_arange, ragged_range
 
 UNBOUNDED = 1 << 40
 """Band limit that no pair of tokens reaches (token counts stay below 2**31)."""
@@ -67,7 +67,7 @@ class RowIntervals:
         strip = self.strip
         length = (self.end - self.start)[strip]
         which = np.repeat(np.arange(len(strip)), length)
-        row = self.start[strip][which] + ragged_arange(length)
+        row = ragged_range(self.start[strip], length)
         lo = self.lo_base[which] + self.lo_slope[which] * row
         hi = self.hi_base[which] + self.hi_slope[which] * row
         return row, lo, hi
@@ -114,7 +114,7 @@ def _active(bounds: Ints, pieces: Pieces) -> tuple[Ints, Ints]:
     """(strip, piece) pairs: which pieces are active between neighbouring bounds."""
     first, last = np.searchsorted(bounds, pieces[0]), np.searchsorted(bounds, pieces[1])
     count = last - first
-    return np.repeat(first, count) + ragged_arange(count), np.repeat(np.arange(len(first)), count)
+    return ragged_range(first, count), np.repeat(np.arange(len(first)), count)
 
 
 def _crossings(bounds: Ints, pieces: Pieces) -> Ints:
@@ -134,7 +134,7 @@ def _crossings(bounds: Ints, pieces: Pieces) -> Ints:
     key = (moving[0] << 32) + moving[1]
     begin = np.searchsorted(fixed, key + bounds[moving[0]])
     count = np.searchsorted(fixed, key + bounds[moving[0] + 1]) - begin
-    row = fixed[np.repeat(begin, count) + ragged_arange(count)] - np.repeat(key, count)
+    row = fixed[ragged_range(begin, count)] - np.repeat(key, count)
     where = np.repeat(moving[0], count)
     row, where = np.concatenate([row, row + 1]), np.tile(where, 2)
     return distinct(row[(row > bounds[where]) & (row < bounds[where + 1])])
@@ -158,15 +158,15 @@ def _crowded(bounds: Ints, strip: Ints, piece: Ints, pieces: Pieces) -> NDArray[
 def _merge(bounds: Ints, pieces: Pieces) -> RowIntervals:
     """Unites the intervals of each strip; the order of bounds is constant within a strip."""
     strip, piece = _active(bounds, pieces)
+    _, _, lo_base, lo_slope, hi_base, hi_slope = pieces
+    # Starts keep their order within a strip: the sum of the first and the last tells it.
+    starts = 2 * lo_base[piece] + lo_slope[piece] * (bounds[strip] + bounds[strip + 1] - 1)
+    order = order_by(strip, starts)
+    strip, piece = strip[order], piece[order]
     first, last = bounds[strip], bounds[strip + 1] - 1
-    _, _, lo_base, lo_slope, hi_base, hi_slope = (x[piece] for x in pieces)
+    lo_base, lo_slope, hi_base, hi_slope = (x[piece] for x in pieces[2:])
     lo_first, lo_last = lo_base + lo_slope * first, lo_base + lo_slope * last
     hi_first, hi_last = hi_base + hi_slope * first, hi_base + hi_slope * last
-    order = order_by(strip, lo_first + lo_last)  # starts keep their order: the sum tells it
-    strip, first, last = strip[order], first[order], last[order]
-    lo_first, lo_last, hi_first, hi_last = (
-        x[order] for x in (lo_first, lo_last, hi_first, hi_last)
-    )
     # Running maximum per strip: an offset that grows with the strip keeps strips apart.
     offset = strip * (int(hi_last.max()) + 1)
     hi_first = np.maximum.accumulate(hi_first + offset) - offset
@@ -177,9 +177,9 @@ def _merge(bounds: Ints, pieces: Pieces) -> RowIntervals:
     )
     head = np.flatnonzero(opens)
     tail = np.append(head[1:], len(strip)) - 1
-    rows = np.maximum(last - first, 1)[head]
-    lo_slope = (lo_last[head] - lo_first[head]) // rows
-    hi_slope = (hi_last[tail] - hi_first[tail]) // rows
+    # Slopes are 0 or 1.
+    lo_slope = (lo_last[head] > lo_first[head]).astype(np.int64)
+    hi_slope = (hi_last[tail] > hi_first[tail]).astype(np.int64)
     ptr = np.flatnonzero(np.append(True, np.diff(strip[head]) > 0))
     strips = strip[head][ptr]
     return _coalesce(
@@ -201,16 +201,18 @@ def _coalesce(
     joins = np.zeros(len(start), bool)
     joins[1:] = (end[:-1] == start[1:]) & (count[:-1] == count[1:])
     if joins.any():
-        columns = np.stack([lo_base, lo_slope, hi_base, hi_slope], 1)
+        columns = (lo_base, lo_slope, hi_base, hi_slope)
         strip = np.repeat(np.arange(len(start)), count)
         candidates = np.flatnonzero(joins[strip])
         before = candidates - count[strip[candidates]]
-        differs = (columns[candidates] != columns[before]).any(1)
+        differs = np.zeros(len(candidates), bool)
+        for column in columns:
+            differs |= column[candidates] != column[before]
         joins[strip[candidates[differs]]] = False
         keep = ~joins
         last = np.append(np.flatnonzero(keep)[1:], len(start)) - 1
-        kept_intervals = keep[strip]
-        lo_base, lo_slope, hi_base, hi_slope = columns[kept_intervals].T
+        kept = np.flatnonzero(keep[strip])
+        lo_base, lo_slope, hi_base, hi_slope = (column[kept] for column in columns)
         start, end = start[keep], end[last]
         ptr = np.concatenate([[0], np.cumsum(count[keep])])
     return RowIntervals(start, end, ptr, lo_base, lo_slope, hi_base, hi_slope)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from keel.masks.arrays import Ints, ragged_arange
+from keel.masks.arrays import Ints, ragged_range
 
 EMPTY: Ints = np.empty((0, 2), np.int64)
 
@@ -49,7 +49,7 @@ def intersect(a: Ints, b: Ints) -> Ints:
     high = np.searchsorted(b[:, 0], a[:, 1], side="left")
     count = np.maximum(high - low, 0)
     mine = np.repeat(np.arange(len(a)), count)
-    other = np.repeat(low, count) + ragged_arange(count)
+    other = ragged_range(low, count)
     start = np.maximum(a[mine, 0], b[other, 0])
     end = np.minimum(a[mine, 1], b[other, 1])
     return np.stack([start, end], axis=1)
