@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 import triton
-from compile_kernels import resources, spills_in_loops
+from compile_kernels import resources_and_spills
 from hopper_forms import forward_forms, part_of
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
@@ -138,9 +138,7 @@ def main() -> None:
         with sparing_ptxas() as options:
             options = {"num_warps": 4, "enable_fp_fusion": True, **options}
             compiled = triton.compile(source, target=target, options=options)
-        line = dataclasses.asdict(form) | resources(compiled)
-        line["loop_spills"] = spills_in_loops(compiled)
-        print(json.dumps(line), flush=True)
+        print(json.dumps(dataclasses.asdict(form) | resources_and_spills(compiled)), flush=True)
 
 
 if __name__ == "__main__":

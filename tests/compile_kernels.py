@@ -145,8 +145,14 @@ def loops_of(compiled: Any) -> list[list[str]]:
     return bodies
 
 
-def spills_in_loops(compiled: Any) -> int:
-    return spills_of(loops_of(compiled))
+def resources_and_spills(compiled: Any) -> dict[str, int]:
+    """`resources`, and local loads and stores in loops: none without a stack.
+
+    Then loops need not be looked for, which can take longer than compiling.
+    """
+    found = resources(compiled)
+    on_stack = found["STACK"] or found["LOCAL"]
+    return {**found, "loop_spills": spills_of(loops_of(compiled)) if on_stack else 0}
 
 
 def spills_of(loops: list[list[str]]) -> int:
@@ -365,8 +371,7 @@ def report(
         "config": list(astuple(config)),
         "flags": flags,
         "cluster": cluster,
-        **resources(compiled),
-        "loop_spills": spills_in_loops(compiled),
+        **resources_and_spills(compiled),
     }
     print(json.dumps(line), flush=True)
 
