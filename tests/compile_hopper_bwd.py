@@ -36,7 +36,7 @@ FEW: list[tuple[BackwardForms, str]] = [
     (BackwardForm(128, 64, 128, 128, staged=False), "bf16"),
     (BackwardForm(128, 64, 128, 128, staged=False, persistent=True, together=True), "bf16"),
     (BackwardForm(128, 64, 128, 128, with_dq=False), "bf16"),
-    (BackwardForm(128, 64, 128, 128, has_softcap=True), "bf16"),
+    (BackwardForm(128, 64, 128, 128, staged=False, has_softcap=True), "bf16"),
     (BackwardForm(128, 64, 128, 128, together=True), "bf16"),
     (WideForm(256, 256, 256, 256), "bf16"),
     (WideForm(256, 128, 192, 128, persistent=True, has_softcap=True), "fp16"),
@@ -44,7 +44,13 @@ FEW: list[tuple[BackwardForms, str]] = [
     (QueryForm(64, 64, 64, 64, stages=3, v_stages=3), "fp16"),
     (QueryForm(256, 256, 64, 256, v_stages=1), "bf16"),
     (QueryForm(256, 256, 64, 192, v_stages=1, persistent=True, has_softcap=True), "fp16"),
-    (BackwardForm(128, 64, 128, 128, with_dq=False, has_softcap=True, has_bias=True), "bf16"),
+    (
+        BackwardForm(
+            *(128, 64, 128, 128),
+            **{"staged": False, "with_dq": False, "has_softcap": True, "has_bias": True},
+        ),
+        "bf16",
+    ),
     (BackwardForm(64, 128, 64, 64, with_dq=False, has_alibi=True, has_offset=True), "bf16"),
     (WideForm(256, 256, 256, 256, has_bias=True), "fp16"),
     (
@@ -164,6 +170,7 @@ def main() -> None:
         compiled = compile_variant(variant)
         line = {"form": type(variant.form).__name__} | dataclasses.asdict(variant.form)
         line |= {k: v for k, v in variant._asdict().items() if k != "form"}
+        line["reads_ahead"] = getattr(variant.form, "reads_ahead", False)
         line["triton"] = triton.__version__
         line |= resources(compiled)
         loops = loops_of(compiled)

@@ -35,12 +35,13 @@ VARIANTS = [  # (d, dv), dtype, sink, softcap: each is compiled once, then sees 
     ((256, None), torch.bfloat16, True, 0.0),
     ((128, 64), torch.bfloat16, False, 0.0),
     ((128, None), torch.bfloat16, True, 5.0),
+    ((256, None), torch.bfloat16, True, 5.0),
 ]
 
 
 @pytest.mark.parametrize("variant", range(len(VARIANTS)))
 def test_random_masks(variant):
-    """10 x 32 masks, forward and every gradient."""
+    """11 x 32 masks, forward and every gradient."""
     (d, dv), dtype, sink, softcap = VARIANTS[variant]
     for seed in range(32):
         rng = random.Random(1000 * variant + seed)
@@ -266,4 +267,22 @@ def test_nothing_to_see():
         q, none, none, masks.full(200, 0), return_max_logits=True, backend="hopper"
     )
     assert (out == 0).all() and (meta.lse == -float("inf")).all()
+    assert (meta.max_logits == -float("inf")).all()
+
+
+@pytest.mark.parametrize("d", [128, 256])
+def test_scores_below_all_numbers_are_capped(d):
+    """Of a row that has no other: its keys count the same, and it is no row without keys."""
+    tokens, softcap = 300, 5.0
+    q = torch.full((tokens, 2, d), 1e20, device="cuda", dtype=torch.bfloat16)
+    v = torch.randn_like(q)
+    out, meta = flex_flash_attn_func(
+        *(q, -q, v, masks.causal(tokens)),
+        **{"softcap": softcap, "return_max_logits": True, "backend": "hopper"},
+    )
+    seen = torch.arange(1, tokens + 1, device="cuda")
+    means = v.double().cumsum(0) / seen[:, None, None]
+    torch.testing.assert_close(out.double(), means, rtol=2e-2, atol=2e-2)
+    lse = (seen.log() - softcap)[:, None].expand(-1, 2)
+    torch.testing.assert_close(meta.lse, lse, rtol=1e-4, atol=1e-4)
     assert (meta.max_logits == -float("inf")).all()

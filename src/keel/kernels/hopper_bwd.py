@@ -197,7 +197,9 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
     # where there are registers for it
     FEW: gl.constexpr = MASKED or not form.TOGETHER if BM > HALF else MASKED and form.TOGETHER
     AHEAD: gl.constexpr = not (form.HAS_SOFTCAP or form.PERSISTENT or FEW)
-    if form.HAS_BIAS and BM > HALF:  # or else, with a softcap, loops spill
+    if form.PLAIN or (form.HAS_BIAS and BM > HALF):
+        # with the other one, plain loops read the number of their thread again and again, and those
+        # of a bias and a softcap spill
         stage = count % form.STAGES
         phase = (count // form.STAGES) & 1
     else:
@@ -323,7 +325,8 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work,
             tma_store(inputs.dv, [first, tile.lane, 0], ring.v.index(mine))
             # with the same coordinates, ptxas would change one operand for this store, and keep
             # what was there before on the stack
-            tma_store(inputs.dk, [first, tile.lane, zero], ring.k.index(mine))
+            column = 0 if form.READS_AHEAD else zero
+            tma_store(inputs.dk, [first, tile.lane, column], ring.k.index(mine))
         else:
             write_directly(cid, inputs, numbers, form, tile, dk, dv)
     else:
@@ -337,14 +340,23 @@ def go_by_heads(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, ti
     origin = origin_of(inputs.terms, numbers.tq, form, tile.key0 + cid * HALF)
     end_head = (tile.lane + 1) * numbers.heads_each
     left = numbers.heads_each  # not the number of a head, which not all forms need
-    touch_bounds(inputs, form, tile.split, mine)
+    if not form.READS_AHEAD:
+        touch_bounds(inputs, form, tile.split, mine)
     while left > 0:
         head = end_head - left
         run = tile.first
         alibi = slope_of(inputs.terms, form, head)
-        while run < tile.last:  # not a loop for each kind of run: see the forward
+        if form.READS_AHEAD:
             row = gl.load(inputs.RUNS + run * 4)
             end = gl.load(inputs.RUNS + run * 4 + 1)
+            lo, hi = bounds(inputs, form, tile.split, mine)
+        while run < tile.last:  # not a loop for each kind of run: see the forward
+            if form.READS_AHEAD:
+                next_row = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
+                next_end = gl.load(inputs.RUNS + run * 4 + 5)
+            else:
+                row = gl.load(inputs.RUNS + run * 4)
+                end = gl.load(inputs.RUNS + run * 4 + 1)
             key = key_of_run(origin, form)
             if run < tile.split:
                 while row < end:
@@ -353,13 +365,22 @@ def go_by_heads(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, ti
                     row += form.BM
                     count += 1
             else:
-                lo, hi = bounds(inputs, form, run, mine)
-                touch_bounds(inputs, form, run + 1, mine)  # behind the last run is one more
+                if form.READS_AHEAD:
+                    next_lo, next_hi = bounds(inputs, form, run + 1, mine)
+                else:
+                    lo, hi = bounds(inputs, form, run, mine)
+                    touch_bounds(inputs, form, run + 1, mine)
                 while row < end:
                     dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, lo,
                                   hi, key, alibi, True, s_l, a_l)
                     row += form.BM
                     count += 1
+                if form.READS_AHEAD:
+                    lo = next_lo
+                    hi = next_hi
+            if form.READS_AHEAD:
+                row = next_row
+                end = next_end
             run += 1
         left -= 1
     return dk, dv, count

@@ -38,6 +38,7 @@ from keel.kernels.hopper_common import (
     no_sums,
     place_of,
     scores,
+    touch,
     wait_for,
     work_of,
 )
@@ -112,8 +113,6 @@ class Tile(NamedTuple):
     first: Any
     split: Any
     last: Any
-    row_set: Any
-    """Of the first partial run."""
     key: Any
     """First key and end of the first run."""
     end: Any
@@ -129,8 +128,8 @@ def my_tile(inputs, numbers, form: gl.constexpr, work):
         place = gl.program_id(1)
     record = inputs.TILES + place * FIELDS
     return Tile(gl.load(record), gl.load(record + 1), head, gl.load(record + 2),
-                gl.load(record + 3), gl.load(record + 4), gl.load(record + 5),
-                gl.load(record + 6), gl.load(record + 7))
+                gl.load(record + 3), gl.load(record + 4), gl.load(record + 6),
+                gl.load(record + 7))
 
 
 @gluon.jit
@@ -195,8 +194,33 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
 
 
 @gluon.jit
-def bounds(inputs, row_set, mine):
-    rows = row_set * (2 * HALF) + mine
+def place_and_phase(count, STAGES: gl.constexpr, form: gl.constexpr):
+    """Where block number `count` lies, and the phase of its barrier.
+
+    Two ways to say the same: with a softcap, something is kept on the stack by the second; with a
+    bias, loops of Triton 3.9 spill by the first.
+    """
+    if STAGES == 2 and form.HAS_SOFTCAP and not form.HAS_TERMS:
+        return count & 1, (count >> 1) & 1
+    else:
+        return count % STAGES, (count // STAGES) & 1
+
+
+@gluon.jit
+def rows_of_set(inputs, run, mine):
+    return gl.load(inputs.RUNS + run * 4 + 2) * (2 * HALF) + mine
+
+
+@gluon.jit
+def touch_bounds(inputs, run, mine):
+    rows = rows_of_set(inputs, run, mine)
+    touch(inputs.ROW_LO + rows)
+    touch(inputs.ROW_HI + rows)
+
+
+@gluon.jit
+def bounds(inputs, run, mine):
+    rows = rows_of_set(inputs, run, mine)
     return gl.load(inputs.ROW_LO + rows), gl.load(inputs.ROW_HI + rows)
 
 
@@ -206,8 +230,8 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dq, count
     """What a block of keys adds to dq."""
     BN: gl.constexpr = form.BN
     D: gl.constexpr = form.D
-    stage = count % form.STAGES
-    v_stage = count % form.V_STAGES
+    stage, phase = place_and_phase(count, form.STAGES, form)
+    v_stage, v_phase = place_and_phase(count, form.V_STAGES, form)
     if form.V_STAGES == 1:  # nor should these addresses be known before the loops
         v_stage = hidden_zero()
     zero = gl.zeros([HALF, BN], gl.float32, s_l)
@@ -217,13 +241,13 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dq, count
     mine = cid + hidden_zero() if form.D + form.DV > 256 else cid
     q = ring.q.index(mine).reshape([HALF, D])
     do = ring.do.index(mine).reshape([HALF, form.DV])
-    mbarrier.wait(ring.k_full.index(stage), (count // form.STAGES) & 1)
+    mbarrier.wait(ring.k_full.index(stage), phase)
     s = scores(q, k, zero, form.SHORT)
     if form.HAS_BIAS:  # before dp: there are no registers for both
         bias = bias_by_rows(inputs.terms, numbers.tq, form, spot, key, MASKED, s_l)
         s = warpgroup_mma_wait(0, [s])
         s = with_bias(s, numbers.scale, bias)
-    mbarrier.wait(ring.v_full.index(v_stage), (count // form.V_STAGES) & 1)
+    mbarrier.wait(ring.v_full.index(v_stage), v_phase)
     dp = scores(do, v, zero, False)
     if not form.HAS_BIAS:
         s = warpgroup_mma_wait(1, [s])
@@ -259,7 +283,8 @@ def write_directly(cid: gl.constexpr, inputs, numbers, form: gl.constexpr, tile,
     layout: gl.constexpr = dq.type.layout
     rows = tile.row0 + cid * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
     dim = BEGIN + gl.arange(0, dq.shape[1], gl.SliceLayout(0, layout))
-    place = (rows.to(gl.int64) * numbers.num_heads + tile.head) * form.COLUMNS
+    heads = numbers.num_heads + hidden_zero()  # as 64 bits it would be kept, on the stack
+    place = (rows.to(gl.int64) * heads + (tile.head + hidden_zero())) * form.COLUMNS
     inside = (rows < tile.row_end)[:, None] & (dim < form.COLUMNS)[None, :]
     gl.store(inputs.DQ + place[:, None] + dim[None, :], dq.to(inputs.DQ.dtype.element_ty),
              mask=inside)
@@ -307,37 +332,32 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
     mine = cid * HALF + gl.arange(0, HALF, gl.SliceLayout(1, s_l))
     rows = tile.row0 + mine
     there = rows < numbers.tq
-    place = tile.head.to(gl.int64) * numbers.tq + rows
+    place = tile.head.to(gl.int64) * (numbers.tq + hidden_zero()) + rows
     lse2 = gl.load(inputs.LSE2 + place, mask=there, other=float("inf"))
     delta = gl.load(inputs.DELTA + place, mask=there, other=0.0)
     spot = spot_of(inputs.terms, numbers.tq, form, tile.head, rows, tile.row_end)
     dq = no_sums(form.D, form.SHORT)
-    lo, hi = bounds(inputs, tile.row_set, mine)
+    touch_bounds(inputs, tile.split, mine)
     run = tile.first
-    key = tile.key
-    end = tile.end
     mbarrier.wait(ring.q_full, turn & 1)
     mbarrier.wait(ring.do_full, turn & 1)
     while run < tile.last:  # not a loop for each kind of run: see the forward
-        next_key = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
-        next_end = gl.load(inputs.RUNS + run * 4 + 5)
+        key = gl.load(inputs.RUNS + run * 4)
+        end = gl.load(inputs.RUNS + run * 4 + 1)
         if run < tile.split:
             while key < end:
-                dq = step(cid, inputs, numbers, ring, form, dq, count, key, lo, hi, lse2, delta,
+                dq = step(cid, inputs, numbers, ring, form, dq, count, key, None, None, lse2, delta,
                           scale2, spot, False, s_l)
                 key += BN
                 count += 1
         else:
-            next_lo, next_hi = bounds(inputs, gl.load(inputs.RUNS + run * 4 + 6), mine)
+            lo, hi = bounds(inputs, run, mine)
+            touch_bounds(inputs, run + 1, mine)  # behind the last run is one more
             while key < end:
                 dq = step(cid, inputs, numbers, ring, form, dq, count, key, lo, hi, lse2, delta,
                           scale2, spot, True, s_l)
                 key += BN
                 count += 1
-            lo = next_lo
-            hi = next_hi
-        key = next_key
-        end = next_end
         run += 1
     put_away(cid, inputs, numbers, ring, form, work, dq)
     tma.store_wait(0)

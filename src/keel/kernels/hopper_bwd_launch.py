@@ -456,17 +456,9 @@ def choose_backward_form(
             **scores,
         )
     block_d = max(block_of(d), block_of(dim_v))
-    softcap, bias, alibi = (
-        scores.get(name, False) for name in ("has_softcap", "has_bias", "has_alibi")
-    )
+    softcap, bias = (scores.get(name, False) for name in ("has_softcap", "has_bias"))
     # where addresses in shared memory would be kept on the stack
-    crowded = persistent and with_dq
-    if softcap and alibi:
-        crowded = crowded or persistent or block_d == HALF
-    elif softcap and bias:
-        crowded = crowded or block_d == HALF
-    elif softcap:
-        crowded = crowded or together or (persistent and block_d > HALF)
+    crowded = softcap or (persistent and with_dq)
     # where loops would spill with Triton 3.9
     stays = softcap and bias and not outs_match
     return BackwardForm(

@@ -239,14 +239,26 @@ def bring_tile(inputs, numbers, ring, form: gl.constexpr, work, count):
     head = tile.lane * numbers.heads_each
     end_head = head + numbers.heads_each
     while head < end_head:
-        run = tile.first + hidden_zero()  # else its address is kept, on the stack
-        while run < tile.last:
+        if form.READS_AHEAD:
+            run = tile.first
             row = gl.load(inputs.RUNS + run * 4)
             end = gl.load(inputs.RUNS + run * 4 + 1)
+        else:
+            run = tile.first + hidden_zero()  # else its address is kept, on the stack
+        while run < tile.last:
+            if form.READS_AHEAD:
+                next_row = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
+                next_end = gl.load(inputs.RUNS + run * 4 + 5)
+            else:
+                row = gl.load(inputs.RUNS + run * 4)
+                end = gl.load(inputs.RUNS + run * 4 + 1)
             while row < end:
                 bring(inputs, numbers, ring, form, count, row, head)
                 row += form.BM
                 count += 1
+            if form.READS_AHEAD:
+                row = next_row
+                end = next_end
             run += 1
         head += 1
     return count

@@ -34,7 +34,6 @@ from keel.kernels.hopper_common import (
     mark,
     pass_turn,
     phase_of,
-    row_max,
     stage_of,
     take_turn,
     touch,
@@ -46,6 +45,7 @@ from keel.kernels.hopper_fwd_steps import (
     scores,
     scores_layout,
     step,
+    tops_of,
 )
 from keel.kernels.hopper_producer import K_FREE, V_FREE, producer
 from keel.kernels.hopper_put_away import put_away
@@ -238,7 +238,7 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
             s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, False)
         else:
             s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, True)
-        top2 = row_max(s, form) * scale2
+        top2 = tops_of(s, raw_top, scale2, numbers, form)
         shift = gl.where(top2 == float("-inf"), 0.0, top2)
         p = gl.exp2(s * scale2 - shift[:, None])
         sums = lane_sums(p)

@@ -54,7 +54,7 @@ def scores(s, key, lo, hi, raw_top, numbers, form: gl.constexpr, MASKED: gl.cons
     """Scores as they go into the softmax, and the highest before softcap where that is wanted."""
     if form.HAS_SOFTCAP:
         if form.WANT_MAX:
-            raw = s * numbers.scale
+            raw = s
             if MASKED:
                 raw = hide(raw, key, lo, hi, form.BITS, LANES=form.LEAST)
             raw_top = gl.maximum(raw_top, row_max(raw, form))
@@ -62,6 +62,17 @@ def scores(s, key, lo, hi, raw_top, numbers, form: gl.constexpr, MASKED: gl.cons
     if MASKED:
         s = hide(s, key, lo, hi, form.BITS, LANES=form.LEAST)
     return s, raw_top
+
+
+@gluon.jit
+def tops_of(s, raw_top, scale2, numbers, form: gl.constexpr):
+    """Highest scores of rows as they go into the softmax, times log2(e): of this block, or with
+    CAPS_TOP of all so far, where rows without a key have the lowest that there is, not -inf: a key
+    with a score of -inf has it too."""
+    if form.CAPS_TOP:
+        return capped(raw_top, numbers.scale, numbers.softcap) * scale2
+    else:
+        return row_max(s, form) * scale2
 
 
 @gluon.jit
@@ -124,7 +135,9 @@ def step(cid: gl.constexpr, q, ring, acc, sums, top2, raw_top, probs, count, key
     if WHICH == 1:
         key += HALF
     s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, MASKED)
-    new_top2 = gl.maximum(top2, gl.convert_layout(row_max(s, form), srow_l) * scale2)
+    new_top2 = gl.convert_layout(tops_of(s, raw_top, scale2, numbers, form), srow_l)
+    if not form.CAPS_TOP:
+        new_top2 = gl.maximum(top2, new_top2)
     shift = new_top2
     if MASKED:
         shift = gl.where(new_top2 == float("-inf"), 0.0, new_top2)

@@ -48,9 +48,11 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, LAST:
     if form.WANT_MAX:
         row_top = top2  # times log2(e), for the producer to take out again
         if form.HAS_SOFTCAP:
-            row_top = raw_top
+            row_top = raw_top * numbers.scale
         row_top = row_top + total * 0.0  # maxima drop NaNs, sums keep them
         row_top = gl.where(there, row_top, float("-inf"))
+    if form.WANT_MAX and not form.TOPS and form.UNHURRIED:
+        raise_max(inputs.MAX_LOGITS + head, as_logits(row_top, form))
     if form.TOPS:
         ring.tops.index(form.CONSUMERS * buffer + cid).store(row_top)
         if LAST:
@@ -66,7 +68,7 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, LAST:
     else:
         write_out(cid, inputs, numbers, ring, form, row0, row_end, head, buffer, acc, total, top2,
                   mine, o_l)
-    if form.WANT_MAX and not form.TOPS:
+    if form.WANT_MAX and not form.TOPS and not form.UNHURRIED:
         raise_max(inputs.MAX_LOGITS + head, as_logits(row_top, form))
 
 
@@ -78,6 +80,8 @@ def write_out(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0
     rows = row0 + token_of(mine, form)
     there = rows < row_end
     if form.HAS_SINK:
+        if form.CAPS_TOP:  # of rows without a key, beside which a sink may be small
+            top2 = gl.where(total == 0.0, float("-inf"), top2)
         sink2 = gl.load(inputs.SINK + head_of(mine, head, form)).to(gl.float32) * LOG2E
         new_top2 = gl.maximum(top2, sink2)
         shift = gl.where(new_top2 == float("-inf"), 0.0, new_top2)

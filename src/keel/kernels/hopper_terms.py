@@ -86,10 +86,20 @@ def with_bias(s, scale, bias):
 
 
 @gluon.jit
+def difference(a, b):
+    """a - b, which LLVM does not take apart."""
+    return gl.inline_asm_elementwise("sub.s32 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32,
+                                     is_pure=False, pack=1)
+
+
+@gluon.jit
 def origin_of(terms, tq, form: gl.constexpr, key):
     """The row that ALiBi has at a key, but for offsets; else that key. One number for three."""
     if form.HAS_ALIBI and not form.HAS_OFFSET:
-        return key - (terms.tk - tq)
+        if form.BM == PART:  # else what comes of it is kept for all tiles, on the stack
+            return difference(key, terms.tk - tq)
+        else:
+            return key - (terms.tk - tq)
     else:
         return key
 
@@ -159,7 +169,7 @@ def bias_by_rows(terms, tq, form: gl.constexpr, spot, key, MASKED: gl.constexpr,
     line += rows * (terms.stride_bi + hidden_zero())
     place = ((terms.BIAS + line)[:, None] + inner)[:, None, :] + octet
     if MASKED:
-        left = (terms.tk - key - inner)[:, None, :]
+        left = (difference(terms.tk, key) - inner)[:, None, :]
         bias = gl.load(place, mask=octet < left, other=0.0)
     else:
         bias = gl.load(place)
