@@ -570,10 +570,10 @@ def test_forms_that_lack_registers():
     )
     for persistent in (False, True):
         form = by_keys(outs_match=True, persistent=persistent, has_alibi=True)
-        assert (form.staged, form.persistent) == (not persistent, persistent)
+        assert (form.staged, form.persistent) == (False, persistent)
     for match in (False, True):
         form = by_keys(outs_match=match, persistent=False, has_bias=True)
-        assert (form.staged, form.persistent) == (match, not match)
+        assert (form.staged, form.persistent) == (False, not match)
         for gradient in (False, True):
             by_rows = hopper_dq_launch.choose_query_form(
                 *(256, 128, 64),
@@ -588,18 +588,18 @@ def test_forms_that_lack_registers():
         )
         assert form.producer_begins == (with_dq and not match and not persistent)
         assert form.staged == (match and not (with_dq and persistent))
-    for d, persistent, together in itertools.product((64, 128), (False, True), (False, True)):
-        capped = functools.partial(
+    for d, persistent, with_dq in itertools.product((64, 128), (False, True), (False, True)):
+        choose = functools.partial(
             *(hopper_bwd_launch.choose_backward_form, d, d),
-            **{"outs_match": True, "persistent": persistent, "has_softcap": True},
+            **{"outs_match": True, "persistent": persistent, "with_dq": with_dq},
         )
-        form = capped(with_dq=False, together=together)
-        assert form.staged == (not together and (d == 64 or not persistent))
-        form = capped(with_dq=False, has_alibi=True)
-        assert form.staged == (d == 128 and not persistent)
-        form = capped(with_dq=False, has_bias=True)
-        assert form.staged == (d == 128) and form.persistent == persistent
-        form = capped(with_dq=False, has_alibi=True, has_offset=True)
+        assert choose().reads_ahead == (d == 128 and with_dq and not persistent)
+        others = [{}, {"has_bias": True}, {"has_alibi": True}, {"together": True}]
+        for other in others:
+            assert not choose(has_softcap=True, **other).staged
+            assert not choose(has_softcap=True, **other).reads_ahead
+            assert not (other and choose(**other).reads_ahead)
+        form = choose(has_softcap=True, has_alibi=True, has_offset=True)
         assert form.producer_registers == (32 if d == 64 else 24)
 
 
