@@ -168,6 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return work()
     if not args.trees:
         raise SystemExit("no other tree to compare with: give the folder of a checkout")
+    if args.rounds < 1:
+        raise SystemExit(f"--rounds must be at least 1, got {args.rounds}")
     trees = [Tree(folder) for folder in (HERE, *args.trees)]
     try:
         for cell in cells(args):

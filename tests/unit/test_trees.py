@@ -60,6 +60,8 @@ def test_a_slower_tree_is_seen(tmp_path, capsys):
 def test_what_it_cannot_compare(tmp_path):
     with pytest.raises(SystemExit, match="no other tree"):
         trees.main([])
+    with pytest.raises(SystemExit, match="--rounds must be at least 1, got 0"):
+        trees.main([str(tmp_path), "--rounds", "0"])
     with pytest.raises(SystemExit, match=r"holds no src/keel: give the top folder"):
         trees.main([str(tmp_path)])
     (tmp_path / "src/keel").mkdir(parents=True)
