@@ -310,6 +310,15 @@ def wastes_registers() -> bool:
 
 
 @functools.cache
+def holds_wide_tiles() -> bool:
+    """Whether a tile of 256 columns can be kept in registers into the next one's iteration: code of
+    3.8 and 3.9 has 24 and 248 bytes on the stack then, and is not known to be faster by it."""
+    import triton
+
+    return triton.__version__.startswith(("3.6.", "3.7."))
+
+
+@functools.cache
 def _triton_runtime() -> Any:
     from triton import knobs
 

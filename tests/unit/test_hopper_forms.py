@@ -14,7 +14,7 @@ from triton import knobs
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from keel import _versions, masks
-from keel.kernels import hopper_fwd, hopper_launch
+from keel.kernels import hopper_common, hopper_fwd, hopper_launch
 from keel.kernels.hopper_launch import choose_form
 from keel.kernels.hopper_tiles import three_are_faster
 from keel.meta import Scoring
@@ -40,6 +40,33 @@ def test_kernels_compiled_for_other_properties_are_not_found(monkeypatch):
     assert key() == before
     monkeypatch.setattr(type(form), "producer_registers", property(lambda self: 40))
     assert key() != before
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_wide_tiles_are_carried_where_registers_hold_them(monkeypatch, held):
+    monkeypatch.setattr(hopper_common, "holds_wide_tiles", lambda: held)
+
+    def wide(d: int = 256, dv: int = 256, **options: bool):
+        return choose_form(d, dv, 64, out_matches=True, **options)
+
+    for form in (wide(), wide(want_max=True), wide(has_sink=True, want_max=True)):
+        assert (form.carries, form.at_once) == (held, held)
+    for option in ("cuts", "accumulate", "has_softcap"):
+        assert not wide(**{option: True}).carries
+    for dims in ((192, 192), (256, 192), (256, 128), (128, 256)):
+        assert not wide(*dims).carries
+    small = wide(128, 128, accumulate=True)  # two buffers of queries: always, but by 64 columns
+    assert (small.carries, small.at_once) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("version", "holds"), [("3.6.0", True), ("3.7.1", True), ("3.8.0", False), ("3.9.0", False)]
+)
+def test_which_triton_holds_wide_tiles(monkeypatch, version, holds):
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", version)
+    assert _versions.holds_wide_tiles.__wrapped__() is holds
 
 
 @pytest.mark.parametrize("dims", [(128, 128), (64, 128), (65, 64)])

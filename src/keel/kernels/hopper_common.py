@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from keel import tile_parts, tile_records
-from keel._versions import wastes_registers
+from keel._versions import holds_wide_tiles, wastes_registers
 from keel.kernels.flash_common import LN2, LOG2E
 
 # fmt: off
@@ -111,6 +111,21 @@ class Form(Constants):
         return self.least or (self.q_buffers == 1 and self.has_softcap)
 
     @property
+    def carries(self) -> bool:
+        """A tile is put away when the next one has begun. With one buffer of queries that takes
+        registers, and is faster only where heads fill their blocks of 256 columns."""
+        if self.q_buffers == 2:
+            return True
+        full = (self.d, self.dv, self.columns) == (256, 256, 0)
+        plain = not (self.cuts or self.accumulate or self.has_softcap)
+        return full and plain and holds_wide_tiles()
+
+    @property
+    def at_once(self) -> bool:
+        """Results are written as a whole, not by 64 columns."""
+        return self.staged or (self.q_buffers == 1 and self.carries)
+
+    @property
     def caps_top(self) -> bool:
         """The highest score behind softcap is made from the highest before it: one maximum of a
         block for two, but a longer way to it, which pays where heads are wide."""
@@ -132,7 +147,7 @@ class Form(Constants):
     @property
     def producer_registers(self) -> int:
         """Of the 512 of four threads; the second consumer has 240, the first what is left."""
-        if self.q_buffers == 2:
+        if self.carries:
             return 32
         # which of the two leaves nothing on the stack, with Triton 3.6
         return 32 if self.has_softcap and not (self.cuts and self.dv > 64) else 24
@@ -557,9 +572,12 @@ def work_of(turn):
 
 
 @gluon.jit
-def place_of(work, num_tiles, section):
-    """(tile, head): heads in sections that share the L2; inside a section, longest tiles first."""
-    work_each = (num_tiles + hidden_zero()) * section  # else it is kept, on the stack
+def place_of(work, num_tiles, section, KEEPS: gl.constexpr = False):
+    """(tile, head): heads in sections that share the L2; inside a section, longest tiles first.
+
+    KEEPS: work of a section may be kept for all tiles; else it would be, on the stack.
+    """
+    work_each = num_tiles * section if KEEPS else (num_tiles + hidden_zero()) * section
     in_section = work % work_each
     head = (work // work_each) * section + in_section % section
     return in_section // section, head

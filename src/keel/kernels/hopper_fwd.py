@@ -159,7 +159,7 @@ def share_of(ring, slot, form: gl.constexpr):
 def next_tile(inputs, ring, turn, mine, form: gl.constexpr):
     """The tile that the producer tells of, and the bounds of its first partial run."""
     slot = turn & 1
-    if form.Q_BUFFERS == 2:
+    if form.CARRIES:
         mbarrier.wait(ring.fields_full.index(slot), (turn >> 1) & 1)
     row0 = field(ring, slot, 0)
     row_end = field(ring, slot, 1)
@@ -170,7 +170,7 @@ def next_tile(inputs, ring, turn, mine, form: gl.constexpr):
     row_set = field(ring, slot, 6)
     key = field(ring, slot, 7)
     share = share_of(ring, slot, form)
-    if form.Q_BUFFERS == 2:
+    if form.CARRIES:
         mbarrier.arrive(ring.fields_empty.index(slot), count=1)
         if row0 < 0:  # what follows is left over from an earlier tile, or from nowhere
             row_set = 0
@@ -206,11 +206,11 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     turn = 0
     if cid == form.CONSUMERS - 1:
         pass_turn(cid, form)
-    if form.Q_BUFFERS == 1:
-        row0 = begin_tile(inputs, ring, turn, mine, form)
-    else:
+    if form.CARRIES:
         tile, lo, hi = next_tile(inputs, ring, turn, mine, form)
         row0 = tile.row0
+    else:
+        row0 = begin_tile(inputs, ring, turn, mine, form)
     # not those of `tile`: a loop carries a name on only if its first value is another one
     old_row0 = 0
     old_end = 0
@@ -218,8 +218,12 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
     old_share = 0
     while row0 >= 0:
         buffer = turn & (form.Q_BUFFERS - 1)
-        if form.Q_BUFFERS == 1:
+        if not form.CARRIES:
             tile, lo, hi = next_tile(inputs, ring, turn, mine, form)
+        elif form.Q_BUFFERS == 1:
+            if turn > 0:
+                put_away(cid, inputs, numbers, ring, form, False, old_row0, old_end, old_head,
+                         old_share, 0, acc, total, top2, raw_top, mine, o_l)
         mbarrier.wait(ring.q_full.index(buffer), (turn >> (form.Q_BUFFERS - 1)) & 1)
         stage = stage_of(count, form)
         mbarrier.wait(ring.k_full.index(stage), phase_of(count, form))
@@ -295,7 +299,7 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         mbarrier.wait(ring.v_full.index(stage), phase_of(count, form))
         acc = add_values(ring, acc, probs, stage, form)
         turn += 1
-        if form.Q_BUFFERS == 2:
+        if form.CARRIES:
             old_row0 = tile.row0
             old_end = tile.row_end
             old_head = tile.head
@@ -308,7 +312,7 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         acc = warpgroup_mma_wait(0, [acc])
         mark(V_FREE + stage, form.CONSUMERS)
         count += 1
-        if form.Q_BUFFERS == 1:
+        if not form.CARRIES:
             if form.UNHURRIED:
                 row0 = begin_tile(inputs, ring, turn, mine, form)
             slot = (turn & 1) ^ 1
@@ -324,9 +328,9 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
                 mbarrier.arrive(ring.fields_empty.index(slot), count=1)
     if cid == 0:
         take_turn(cid, form)  # the last one nobody else takes
-    if form.Q_BUFFERS == 2:
+    if form.CARRIES:
         put_away(cid, inputs, numbers, ring, form, True, old_row0, old_end, old_head, old_share,
-                 (turn + 1) % 2, acc, total, top2, raw_top, mine, o_l)
+                 (turn + 1) % form.Q_BUFFERS, acc, total, top2, raw_top, mine, o_l)
         tma.store_wait(0)
 
 

@@ -87,7 +87,7 @@ def write_out(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0
         shift = gl.where(new_top2 == float("-inf"), 0.0, new_top2)
         decay = gl.exp2(top2 - shift)
         total = total * decay + gl.exp2(sink2 - shift)
-        if form.STAGED:
+        if form.AT_ONCE:
             acc = acc * gl.convert_layout(decay, row_l)[:, None]
         top2 = new_top2
     empty = total == 0.0
@@ -99,10 +99,34 @@ def write_out(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0
         row_heads = (row_heads + unknown_zero(head)) * form.PACK  # else it is kept, on the stack
     lse_place = inputs.LSE + as_offset(rows) * as_offset(row_heads)
     lse_place += head_of(mine, head, form)
-    if form.STAGED:
-        gl.store(lse_place, lse, mask=there)
+    if form.AT_ONCE:
+        # here, not in a function of its own: else 320 bytes of it lie on the stack
         out = acc * gl.convert_layout(weight, row_l)[:, None]
-        write_staged(cid, inputs, numbers, ring, form, row0, row_end, head, buffer, out, o_l)
+        dim = gl.arange(0, form.DV, gl.SliceLayout(0, o_l))
+        if form.PACK == 1:  # added up so that ptxas orders loops well where heads are wide
+            out_rows = row0 + cid * PART + gl.arange(0, PART, row_l)
+            place = inputs.OUT + (out_rows.to(gl.int64) * as_offset(numbers.stride_ot))[:, None]
+            place += head.to(gl.int64) * as_offset(numbers.stride_oh) + dim[None, :]
+        else:
+            row = cid * PART + gl.arange(0, PART, row_l)
+            out_rows = row0 + token_of(row, form)
+            place = inputs.OUT + line_of(row, out_rows, numbers, form, head)[:, None] + dim[None, :]
+        inside = (out_rows < row_end)[:, None]
+        if form.COLUMNS > 0:
+            inside = inside & (dim < form.COLUMNS)[None, :]
+        gl.store(lse_place, lse, mask=there)
+        out = out.to(inputs.OUT.dtype.element_ty)
+        if not form.STAGED:
+            gl.store(place, out, mask=inside)
+        else:  # by TMA, by way of where queries were that are needed no more
+            TOKENS: gl.constexpr = PART // form.PACK
+            if row_end - row0 >= (cid + 1) * TOKENS:
+                staged = ring.q.index(form.CONSUMERS * buffer + cid)
+                staged.reshape([PART, form.D]).store(out)
+                fence_async_shared()
+                tma_store(inputs.o, [row0 + cid * TOKENS, head * form.PACK, 0], staged)
+            else:  # rows of a tile that has not all of them, each by itself
+                gl.store(place, out, mask=inside)
     else:
         if form.HAS_SINK:
             weight = weight * decay
@@ -121,30 +145,6 @@ def write_out(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0
             old_weight = old_part / both
         gl.store(lse_place, lse, mask=there)
         write_columns(cid, inputs, numbers, form, row0, row_end, head, acc, weight, old_weight)
-
-
-@gluon.jit
-def write_staged(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0, row_end, head,
-                 buffer, out, o_l: gl.constexpr):
-    """By TMA, by way of where queries were that are needed no more; rows of a tile that has not all
-    of them, each by itself."""
-    row_l: gl.constexpr = gl.SliceLayout(1, o_l)
-    TOKENS: gl.constexpr = PART // form.PACK
-    dim = gl.arange(0, form.DV, gl.SliceLayout(0, o_l))
-    row = cid * PART + gl.arange(0, PART, row_l)
-    out_rows = row0 + token_of(row, form)
-    place = inputs.OUT + line_of(row, out_rows, numbers, form, head)[:, None] + dim[None, :]
-    inside = (out_rows < row_end)[:, None]
-    if form.COLUMNS > 0:
-        inside = inside & (dim < form.COLUMNS)[None, :]
-    out = out.to(inputs.OUT.dtype.element_ty)
-    if row_end - row0 >= (cid + 1) * TOKENS:
-        staged = ring.q.index(form.CONSUMERS * buffer + cid)
-        staged.reshape([PART, form.D]).store(out)
-        fence_async_shared()
-        tma_store(inputs.o, [row0 + cid * TOKENS, head * form.PACK, 0], staged)
-    else:
-        gl.store(place, out, mask=inside)
 
 
 @gluon.jit
