@@ -20,7 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from keel._versions import sparing_ptxas, wastes_registers
 from keel.kernels import hopper_fwd
-from keel.kernels.hopper_common import Form
+from keel.kernels.hopper_forms import Form
 from keel.kernels.hopper_launch import block_ns, choose_form
 
 FLOATS = {"LSE", "MAX_LOGITS", "SINK", "PARTS"}

@@ -28,7 +28,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from keel._versions import sparing_ptxas
 from keel.kernels import hopper_bwd, hopper_bwd_dq, hopper_bwd_wide
 from keel.kernels.hopper_bwd_launch import compile_options
-from keel.kernels.hopper_common import BackwardForm, QueryForm, WideForm
+from keel.kernels.hopper_forms import BackwardForm, QueryForm, WideForm
 
 FEW: list[tuple[BackwardForms, str]] = [
     (BackwardForm(128, 64, 128, 128), "bf16"),

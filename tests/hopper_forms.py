@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from keel._versions import wastes_registers
 from keel.kernels.hopper_bwd_launch import LARGEST_WITH_FP32_BIAS, choose_backward_form
-from keel.kernels.hopper_common import BackwardForm, Form, QueryForm, WideForm
 from keel.kernels.hopper_dq_launch import BLOCK_NS, SMALL_BLOCK_NS, choose_query_form
+from keel.kernels.hopper_forms import BackwardForm, Form, QueryForm, WideForm
 from keel.kernels.hopper_launch import block_ns, can_pack, choose_form
 
 BackwardForms = BackwardForm | WideForm | QueryForm

@@ -14,7 +14,7 @@ from triton import knobs
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from keel import _versions, masks
-from keel.kernels import hopper_common, hopper_fwd, hopper_launch
+from keel.kernels import hopper_forms, hopper_fwd, hopper_launch
 from keel.kernels.hopper_launch import choose_form
 from keel.kernels.hopper_tiles import three_are_faster
 from keel.meta import Scoring
@@ -44,7 +44,7 @@ def test_kernels_compiled_for_other_properties_are_not_found(monkeypatch):
 
 @pytest.mark.parametrize("held", [True, False])
 def test_wide_tiles_are_carried_where_registers_hold_them(monkeypatch, held):
-    monkeypatch.setattr(hopper_common, "holds_wide_tiles", lambda: held)
+    monkeypatch.setattr(hopper_forms, "holds_wide_tiles", lambda: held)
 
     def wide(d: int = 256, dv: int = 256, **options: bool):
         return choose_form(d, dv, 64, out_matches=True, **options)

@@ -35,7 +35,7 @@ from keel.meta import Scoring
 from keel.tile_parts import end_of_last
 
 if TYPE_CHECKING:
-    from keel.kernels.hopper_common import BackwardForm, WideForm
+    from keel.kernels.hopper_forms import BackwardForm, WideForm
 
 Floats = NDArray[np.float64]
 Way = Literal["plain", "together", "apart"]
@@ -447,7 +447,7 @@ def choose_backward_form(
 
     scores: has_softcap, and those of `term_flags`.
     """
-    from keel.kernels.hopper_common import BackwardForm, WideForm
+    from keel.kernels.hopper_forms import BackwardForm, WideForm
 
     if max(d, dim_v) > NARROW:
         return WideForm(

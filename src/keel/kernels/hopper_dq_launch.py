@@ -15,7 +15,7 @@ from keel.meta import Scoring
 from keel.tile_records import ROWS, best_records
 
 if TYPE_CHECKING:
-    from keel.kernels.hopper_common import QueryForm
+    from keel.kernels.hopper_forms import QueryForm
 
 BLOCK_NS = (64, 128)
 SMALL_BLOCK_NS = (64,)
@@ -118,7 +118,7 @@ def choose_query_form(
 
     scores: has_softcap, want_dbias and those of `term_flags`.
     """
-    from keel.kernels.hopper_common import QueryForm
+    from keel.kernels.hopper_forms import QueryForm
 
     block_d, block_dv = block_of(d), block_of(dim_v)
     if max(d, dim_v) <= 128:

@@ -22,7 +22,7 @@ from keel.tile_parts import CutTiles
 from keel.tile_records import PART, TileRecords, best_records
 
 if TYPE_CHECKING:
-    from keel.kernels.hopper_common import Form
+    from keel.kernels.hopper_forms import Form
 
 GLUON = "triton.experimental.gluon.language.nvidia.hopper"
 
@@ -104,7 +104,7 @@ def choose_form(
     turns, halves, skips: None for where they pay.
     pack: query heads that share a tile, where head dims are at most 128.
     """
-    from keel.kernels.hopper_common import Form
+    from keel.kernels.hopper_forms import Form
 
     block_d, block_dv = block_of(d), block_of(dv)
     if consumers != 2 and (consumers, block_d, block_dv) != (3, 64, 64):

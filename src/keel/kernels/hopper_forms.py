@@ -1,0 +1,323 @@
+"""What the Hopper kernels are compiled for, and what follows from it for their registers."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from triton.experimental.gluon import language as gl
+
+from keel import tile_records
+from keel._versions import holds_wide_tiles, wastes_registers
+
+
+class Constants:
+    """A dataclass of these in one constexpr argument: device code sees its fields as capitals."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.isupper():
+            raise AttributeError(name)
+        return gl.constexpr(getattr(self, name.lower()))
+
+    def __str__(self) -> str:
+        """Fields and properties: Triton looks for compiled kernels by this, and must not find
+        those of a version in which a property had another value."""
+        names = sorted(n for n, x in inspect.getmembers(type(self)) if isinstance(x, property))
+        return f"{self!r} {[(name, getattr(self, name)) for name in names]}"
+
+
+@dataclass(frozen=True)
+class Form(Constants):
+    """What a variant of the forward is compiled for."""
+
+    d: int
+    dv: int
+    bn: int
+    """Keys of a block."""
+    stages: int = 2
+    """Blocks of keys and values in shared memory."""
+    q_buffers: int = 2
+    """With two, the next queries come while a tile is worked on."""
+    staged: bool = True
+    """Results leave through shared memory, in the place of their queries, by TMA."""
+    columns: int = 0
+    """Of out, where fewer than dv."""
+    consumers: int = 2
+    """Warpgroups of 64 rows: 2 or, for head dim 64, 3."""
+    halves: bool = False
+    """Probabilities of a block go to the tensor cores in two parts."""
+    skips: bool = False
+    """Of partial blocks, consumers compute the half that they need, or nothing."""
+    turns: bool = False
+    """Consumers issue their products in turns, so that each has its exponentials while others have
+    the tensor cores. For two stages: the barriers of a third serve for this."""
+    has_sink: bool = False
+    has_softcap: bool = False
+    want_max: bool = False
+    accumulate: bool = False
+    cuts: bool = False
+    """Tiles may be parts of a tile, cut along its keys, that meet when they are done."""
+    pack: int = 1
+    """Query heads of one key head in a tile, a power of two: see `hopper_rows`."""
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return self.consumers * tile_records.PART
+
+    @property
+    def tokens(self) -> int:
+        """Of a tile."""
+        return self.rows // self.pack
+
+    @property
+    def pack_bits(self) -> int:
+        return self.pack.bit_length() - 1
+
+    @property
+    def bits(self) -> bool:
+        """Masks by bits, where there are registers for them: see `hide`."""
+        return self.consumers == 2 and not self.cuts and self.d + self.dv <= 256
+
+    @property
+    def least(self) -> bool:
+        """There are few registers: masks and maxima by what takes the fewest of them (see `hide`,
+        `row_max`)."""
+        if self.consumers == 3:
+            return True
+        full = (self.d, self.dv, self.columns) == (256, 256, 0)
+        capped, added = self.has_softcap, self.accumulate
+        # the one or the other is enough to spill with Triton 3.8, both are with 3.9
+        return full and not self.cuts and (capped or (added and wastes_registers()))
+
+    @property
+    def rereads(self) -> bool:
+        """Bounds of rows are read when they are needed: there are few registers."""
+        return self.least or (self.q_buffers == 1 and self.has_softcap)
+
+    @property
+    def carries(self) -> bool:
+        """A tile is put away when the next one has begun. With one buffer of queries that takes
+        registers, and is faster only where heads fill their blocks of 256 columns."""
+        if self.q_buffers == 2:
+            return True
+        full = (self.d, self.dv, self.columns) == (256, 256, 0)
+        plain = not (self.cuts or self.accumulate or self.has_softcap)
+        return full and plain and holds_wide_tiles()
+
+    @property
+    def at_once(self) -> bool:
+        """Results are written as a whole, not by 64 columns."""
+        return self.staged or (self.q_buffers == 1 and self.carries)
+
+    @property
+    def caps_top(self) -> bool:
+        """The highest score behind softcap is made from the highest before it: one maximum of a
+        block for two, but a longer way to it, which pays where heads are wide."""
+        return self.has_softcap and self.want_max and self.q_buffers == 1
+
+    @property
+    def late(self) -> bool:
+        """Nothing is read ahead of a run of blocks: there are no registers for it."""
+        return self.q_buffers == 1
+
+    @property
+    def unhurried(self) -> bool:
+        """The next tile is looked at when products are made, and fields of one are given back when
+        it is put away: earlier, loops of Triton 3.6 spill. Heads that fill their blocks spill by it
+        with 3.7."""
+        wide = (self.d, self.dv) == (256, 256)
+        return wide and self.has_softcap and self.want_max and self.cuts
+
+    @property
+    def producer_registers(self) -> int:
+        """Of the 512 of four threads; the second consumer has 240, the first what is left."""
+        if self.carries:
+            return 32
+        # which of the two leaves nothing on the stack, with Triton 3.6
+        return 32 if self.has_softcap and not (self.cuts and self.dv > 64) else 24
+
+    @property
+    def tops(self) -> bool:
+        """The producer raises max logits: it waits for each tile to be put away, if there are two
+        buffers."""
+        return self.want_max and self.q_buffers == 2
+
+
+@dataclass(frozen=True)
+class BackwardForm(Constants):
+    """What a variant of the backward is compiled for."""
+
+    d: int
+    """Columns of blocks, 64 or 128; heads may have fewer."""
+    bm: int
+    """Rows of a block: 64 · 128 / d, so that each consumer makes 64 x 64 of dq."""
+    dk_columns: int
+    """Of heads."""
+    dv_columns: int
+    stages: int = 2
+    """Blocks of rows in shared memory."""
+    staged: bool = True
+    """dk and dv leave through shared memory, in the place of their keys and values, by TMA."""
+    persistent: bool = False
+    """Blocks of threads stay and take one tile after the other, on fewer SMs than there are."""
+    with_dq: bool = True
+    """Else `hopper_bwd_dq` makes it, in a fixed order."""
+    together: bool = False
+    """Query heads that share keys take turns, so that tiles stay together: see `key_order`. Blocks
+    of threads that stay and make dq have such records too, with turns or without."""
+    has_softcap: bool = False
+    has_bias: bool = False
+    has_alibi: bool = False
+    has_offset: bool = False
+    """Rows of ALiBi stand at keys of their own."""
+
+    @property
+    def has_terms(self) -> bool:
+        """Something is added to scores."""
+        return self.has_bias or self.has_alibi
+
+    @property
+    def plain(self) -> bool:
+        """The form of most masks and heads, where nothing else wants registers."""
+        added = self.has_terms or self.has_softcap
+        return self.with_dq and not (self.together or self.persistent or added)
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Runs of blocks, and bounds of their keys, are read while the blocks before are worked on.
+        What is kept for that lies on the stack, outside of loops; without, the instructions of the
+        loops come in an order that takes 5 to 10 % longer."""
+        return self.plain and self.d == 128
+
+    @property
+    def crowded(self) -> bool:
+        """Loops spill with Triton 3.9, but where instructions are ordered for few registers."""
+        return self.has_bias and self.has_softcap and self.d == 128
+
+    @property
+    def producer_begins(self) -> bool:
+        """The producer sets up barriers. Else the first consumer, which does, keeps the number of
+        its thread from there: on the stack, with Triton 3.6, and loads it in the loops."""
+        return self.with_dq and not (self.staged or self.persistent)
+
+    @property
+    def producer_registers(self) -> int:
+        """Of the 512 of four threads; the second consumer has 240, the first what is left."""
+        return 32 if self.has_offset and self.d == 64 else 24
+
+    @property
+    def dv(self) -> int:
+        """Columns of blocks of values."""
+        return self.d
+
+    @property
+    def parts(self) -> int:
+        """Of 64 keys, in a tile."""
+        return 2
+
+
+@dataclass(frozen=True)
+class WideForm(Constants):
+    """What a variant of dk and dv for wide heads is compiled for."""
+
+    d: int
+    """Columns of blocks of queries and keys, 64 to 256; heads may have fewer."""
+    dv: int
+    """Of values and dout."""
+    dk_columns: int
+    """Of heads."""
+    dv_columns: int
+    stages: int = 2
+    """Blocks of rows in shared memory, and of weights."""
+    persistent: bool = False
+    has_softcap: bool = False
+    has_bias: bool = False
+    has_alibi: bool = False
+    has_offset: bool = False
+    """Rows of ALiBi stand at keys of their own."""
+
+    @property
+    def has_terms(self) -> bool:
+        """Something is added to scores."""
+        return self.has_bias or self.has_alibi
+
+    @property
+    def reads_ahead(self) -> bool:
+        return False
+
+    @property
+    def crowded(self) -> bool:
+        """Loops spill with Triton 3.9, but where instructions are ordered for few registers."""
+        return False
+
+    @property
+    def producer_begins(self) -> bool:
+        return False
+
+    @property
+    def bm(self) -> int:
+        """Rows of a block."""
+        return tile_records.PART
+
+    @property
+    def parts(self) -> int:
+        """Of 64 keys, in a tile: all are both consumers'."""
+        return 1
+
+    @property
+    def together(self) -> bool:
+        """Heads come one after the other: dq is apart."""
+        return False
+
+    @property
+    def short(self) -> bool:
+        """The last quarter of queries and keys is zeros, and left out of products."""
+        return self.d == 256 and self.dk_columns <= 192
+
+    @property
+    def staged(self) -> bool:
+        """dk and dv are written as they lie in registers."""
+        return False
+
+    @property
+    def with_dq(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class QueryForm(Constants):
+    """What a variant of dq in a fixed order is compiled for."""
+
+    d: int
+    """Columns of blocks of queries and keys, 64 to 256; heads may have fewer."""
+    dv: int
+    """Of values and dout."""
+    bn: int
+    """Keys of a block."""
+    columns: int
+    """Of heads."""
+    stages: int = 2
+    """Blocks of keys in shared memory, and"""
+    v_stages: int = 2
+    """of values, which are done with earlier."""
+    staged: bool = True
+    """dq leaves through shared memory, in the place of its queries, by TMA."""
+    persistent: bool = False
+    has_softcap: bool = False
+    has_bias: bool = False
+    has_alibi: bool = False
+    has_offset: bool = False
+    """Rows of ALiBi stand at keys of their own."""
+    want_dbias: bool = False
+
+    @property
+    def has_terms(self) -> bool:
+        """Something is added to scores."""
+        return self.has_bias or self.has_alibi
+
+    @property
+    def short(self) -> bool:
+        """The last quarter of queries and keys is zeros, and left out of products."""
+        return self.d == 256 and self.columns <= 192
