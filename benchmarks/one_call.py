@@ -25,7 +25,8 @@ from exact import TOLERANCE, worst_error
 def cell(text: str) -> tuple[str, Case]:
     """A pass and a case."""
     direction, mask, *numbers = text.split(":") if ":" in text else (text, "")
-    if direction not in DIRECTIONS or mask not in MASKS or len(numbers) != 4:
+    counted = len(numbers) == 4 and all(number.isdecimal() and int(number) for number in numbers)
+    if direction not in DIRECTIONS or mask not in MASKS or not counted:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not pass:mask:tokens:hq:hk:d, with a pass of {', '.join(DIRECTIONS)} and "
             f"a mask of {', '.join(MASKS)}, as in forward:causal:8192:64:8:128"

@@ -312,7 +312,7 @@ def wastes_registers() -> bool:
 @functools.cache
 def holds_wide_tiles() -> bool:
     """Whether a tile of 256 columns can be kept in registers into the next one's iteration: code of
-    3.8 and 3.9 has 24 and 248 bytes on the stack then, and is not known to be faster by it."""
+    3.8 and 3.9 has up to 24 and 304 bytes on the stack then; nobody knows if it is faster."""
     import triton
 
     return triton.__version__.startswith(("3.6.", "3.7."))

@@ -27,7 +27,11 @@ def test_cells_are_read():
 
 
 @pytest.mark.parametrize(
-    "text", ["foo", "forward", "forward:full:256", "sideways:full:9:4:2:8", "forward:odd:9:4:2:8"]
+    "text",
+    [
+        *("foo", "forward", "forward:full:256", "sideways:full:9:4:2:8", "forward:odd:9:4:2:8"),
+        *("forward:full:x:4:2:8", "forward:full:-9:4:2:8", "forward:full:0:4:2:8"),
+    ],
 )
 def test_what_is_no_cell_is_told_how_one_looks(text):
     with pytest.raises(argparse.ArgumentTypeError, match=r"as in forward:causal:8192:64:8:128"):
