@@ -21,7 +21,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from keel._versions import sparing_ptxas, wastes_registers
 from keel.kernels import hopper_fwd
 from keel.kernels.hopper_forms import Form
-from keel.kernels.hopper_launch import block_ns, choose_form
+from keel.kernels.hopper_launch import block_ns, check_one_code, choose_form
 
 FLOATS = {"LSE", "MAX_LOGITS", "SINK", "PARTS"}
 OF_CUTS = {"PARTS", "MEETINGS", "SHARES"}
@@ -98,10 +98,10 @@ def three_consumers() -> list[Form]:
 
 def signature(form: Form) -> tuple[dict[str, str], dict, dict]:
     """(types, constants, alignments) of a call with contiguous bf16 tensors."""
-    rows = (64 // form.pack, form.pack)
+    rows = (form.own_rows // form.pack, form.pack)
     boxes = {"Q": (*rows, form.d), "K": (form.bn, 1, form.d), "V": (form.bn, 1, form.dv)}
     if form.staged:
-        boxes["O"] = (*rows, form.dv)
+        boxes["O"] = (form.sent_rows // form.pack, form.pack, form.dv)
     absent = {"O"} - boxes.keys() | ({"SINK"} if not form.has_sink else set())
     absent |= {"MAX_LOGITS"} if not form.want_max else set()
     absent |= OF_CUTS if not form.cuts else set()
@@ -136,8 +136,10 @@ def main() -> None:
         )
         target = GPUTarget("cuda", 90, 32)
         with sparing_ptxas() as options:
-            options = {"num_warps": 4, "enable_fp_fusion": True, **options}
+            options = {"num_warps": form.warps, "enable_fp_fusion": True, **options}
             compiled = triton.compile(source, target=target, options=options)
+        if form.one_code:
+            check_one_code(form, compiled)
         print(json.dumps(dataclasses.asdict(form) | resources_and_spills(compiled)), flush=True)
 
 

@@ -310,6 +310,15 @@ def wastes_registers() -> bool:
 
 
 @functools.cache
+def goes_on_after_products() -> bool:
+    """Whether a warp goes on when its products are done. Code of 3.9 waits for all warps that run
+    it, which must not be where four of eight go their own way; newer ones are not known."""
+    import triton
+
+    return triton.__version__.startswith(("3.6.", "3.7.", "3.8."))
+
+
+@functools.cache
 def holds_wide_tiles() -> bool:
     """Whether a tile of 256 columns can be kept in registers into the next one's iteration: code of
     3.8 and 3.9 has up to 24 and 304 bytes on the stack then; nobody knows if it is faster."""

@@ -39,6 +39,7 @@ HAND_OVERS = {
     ("publish", ANYONE): "fields_full and fields_empty, which all readers arrive at",
     ("producer", ANYONE): "the same: one more of the fields, where tiles are cut",
     ("put_away", "raise_tops"): "q_empty; the next write there is behind loads that follow",
+    ("leave_tops", "left_tops"): "the same, where consumers run one code",
     ("bring_numbers", "of_rows"): "q_full, do_full (cp.async); then Q_FREE or DO_FREE",
     ("add_to_dv", "add_to_dk"): "a named barrier; the next write is behind Q_FREE and q_full",
 }

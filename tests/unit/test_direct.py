@@ -66,10 +66,10 @@ def gradients(out: torch.Tensor, inputs: Any, dout: torch.Tensor) -> tuple[torch
 
 
 def last_launch(stub: Stub) -> dict[str, Any]:
-    """Of the hopper forward: descriptors Q, K, V and O are followed by three shapes and strides."""
+    """Of the hopper forward: descriptors O, Q, K and V are followed by three shapes and strides."""
     name, stream, arguments = stub.launches[-1]
     assert name == "hopper_fwd_kernel"
-    maps = {n: arguments[7 * i] for i, n in enumerate("QKVO")}
+    maps = {n: arguments[7 * i] for i, n in enumerate("OQKV")}
     rest = ("OUT", "LSE", "MAX_LOGITS", "SINK", "PARTS", "MEETINGS", "SHARES")
     rest += ("TILES", "RUNS", "ROW_LO", "ROW_HI", "COUNTER")
     scalars = ("scale", "softcap")

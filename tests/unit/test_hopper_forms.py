@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from triton import knobs
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from keel import _versions, masks
-from keel.kernels import hopper_forms, hopper_fwd, hopper_launch
+from keel.kernels import hopper_forms, hopper_fwd, hopper_launch, launch
 from keel.kernels.hopper_launch import choose_form
 from keel.kernels.hopper_tiles import three_are_faster
 from keel.meta import Scoring
@@ -67,6 +68,84 @@ def test_which_triton_holds_wide_tiles(monkeypatch, version, holds):
 
     monkeypatch.setattr(triton, "__version__", version)
     assert _versions.holds_wide_tiles.__wrapped__() is holds
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_two_consumers_run_one_code_where_none_stops_for_the_other(monkeypatch, goes_on):
+    monkeypatch.setattr(hopper_forms, "goes_on_after_products", lambda: goes_on)
+
+    def form(d: int = 128, bn: int = 128, **options):
+        return choose_form(d, d, bn, out_matches=True, **options)
+
+    for one in (form(), form(64, 64), form(96, want_max=True), form(accumulate=True)):
+        assert (one.one_code, one.codes) == ((True, 1) if goes_on else (False, 2))
+        assert one.codes * one.own_rows == one.rows == 128 and one.own_rows == 16 * one.warps
+        assert (one.sent_rows, one.arrivals) == ((16, 8) if goes_on else (64, 2))
+    for apart in (form(cuts=True), form(pack=8), form(256, 64), form(64, consumers=3)):
+        assert not apart.one_code and apart.warps == 4
+        assert apart.codes == apart.arrivals == apart.consumers
+    assert form().places_at == 2 * (2 * 128 * 128 + 2 * 128 * 128 + 2 * 128 * 128)
+    assert form(64, 64).places_at == 2 * (2 * 128 * 64 + 3 * 64 * 64 + 3 * 64 * 64)
+
+
+@pytest.mark.parametrize(
+    ("version", "goes_on"), [("3.6.0", True), ("3.8.1", True), ("3.9.0", False), ("4.0.0", False)]
+)
+def test_which_triton_goes_on_after_products(monkeypatch, version, goes_on):
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", version)
+    assert _versions.goes_on_after_products.__wrapped__() is goes_on
+
+
+SET_UP = 'asm "@$0 mbarrier.init.shared::cta.b64 [$1], 1;"(i1 %1, ptr addrspace(3) {})\n'
+BEFORE = "bar.sync \t0, 256;\nwgmma.mma_async.sync a;\n"
+
+
+def check_compiled(*places: str, ptx: str = BEFORE) -> None:
+    form = choose_form(128, 128, 128, out_matches=True)
+    llir = "".join(SET_UP.format(place) for place in places)
+    hopper_launch.check_one_code(form, SimpleNamespace(asm={"llir": llir, "ptx": ptx}))
+
+
+def test_what_one_code_takes_for_granted_is_looked_at():
+    def at(place: int) -> str:
+        return f"getelementptr (i8, ptr addrspace(3) @global_smem, i32 {place})"
+
+    first, barriers = "@global_smem", at(196608)
+    check_compiled(first, barriers, ptx=BEFORE + "bar.sync \t%r1, 256;\nbar.sync \t1;\n")
+    for wrong in ((at(64), barriers), (first, at(196616)), (first,), (first, barriers, at(8))):
+        with pytest.raises(RuntimeError, match=r"queries and barriers at .*nothing was launched"):
+            check_compiled(*wrong)
+    for stop in ("bar.sync \t0, 256;", "barrier.sync \t0;", "barrier.cta.sync.aligned 0, 256;"):
+        with pytest.raises(RuntimeError, match="stops all warps in a tile"):
+            check_compiled(first, barriers, ptx=BEFORE + stop)
+    with pytest.raises(RuntimeError, match="nothing was launched"):
+        check_compiled(first, barriers, ptx="no product is found in it")
+
+
+def test_a_kernel_that_does_not_pass_is_not_launched():
+    launched = []
+
+    class Kernel:
+        arg_names, __name__ = ("X",), "some_kernel"
+
+        def warmup(self, *arguments, grid, **options):
+            assert grid == (3,) and options["num_warps"] == 8
+            return "compiled"
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: launched.append(grid)
+
+    def refuse(compiled):
+        assert compiled == "compiled"
+        raise RuntimeError("not this one")
+
+    tensors = {"X": torch.zeros(1)}
+    prepared = launch.Prepared((3,), {}, num_warps=8, check=refuse)
+    with pytest.raises(RuntimeError, match="not this one"):
+        launch.Recipe(Kernel(), prepared, tensors, aligned=True)._run(tensors)
+    assert not launched
 
 
 @pytest.mark.parametrize("dims", [(128, 128), (64, 128), (65, 64)])

@@ -73,7 +73,7 @@ def sent_maps(stub: Stub) -> list[Any]:
     """The descriptors of Q, K, V and O in the last launch of the hopper forward."""
     name, _, arguments = stub.launches[-1]
     assert name == "hopper_fwd_kernel"
-    return [arguments[7 * i] for i in range(4)]
+    return [arguments[7 * i] for i in (1, 2, 3, 0)]
 
 
 def maps_of(*tensors: torch.Tensor) -> list[Any]:

@@ -38,8 +38,12 @@ def mark(number, CONSUMERS: gl.constexpr = 2):
 
 
 @gluon.jit
-def take_turn(cid: gl.constexpr, form: gl.constexpr):
-    if form.TURNS:
+def take_turn(cid, form: gl.constexpr):
+    if form.TURNS and form.ONE_CODE:
+        gl.inline_asm_elementwise(
+            "bar.sync $1, 256; mov.u32 $0, 0;", "=r,r,~{memory}", [11 + 3 * cid],
+            dtype=gl.int32, is_pure=False, pack=1)
+    elif form.TURNS:
         NUMBER: gl.constexpr = 11 if cid == 0 else 13 + cid
         gl.inline_asm_elementwise(
             f"bar.sync {NUMBER}, 256; mov.u32 $0, 0;", "=r,~{memory}", [],
@@ -47,8 +51,12 @@ def take_turn(cid: gl.constexpr, form: gl.constexpr):
 
 
 @gluon.jit
-def pass_turn(cid: gl.constexpr, form: gl.constexpr):
-    if form.TURNS:
+def pass_turn(cid, form: gl.constexpr):
+    if form.TURNS and form.ONE_CODE:
+        gl.inline_asm_elementwise(
+            "bar.arrive $1, 256; mov.u32 $0, 0;", "=r,r,~{memory}", [14 - 3 * cid],
+            dtype=gl.int32, is_pure=False, pack=1)
+    elif form.TURNS:
         NUMBER: gl.constexpr = 11 if cid == form.CONSUMERS - 1 else 14 + cid
         gl.inline_asm_elementwise(
             f"bar.arrive {NUMBER}, 256; mov.u32 $0, 0;", "=r,~{memory}", [],
@@ -218,8 +226,8 @@ def publish(ring, slot, number: gl.constexpr, value):
 
 
 @gluon.jit
-def field(ring, slot, number: gl.constexpr):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+def field(ring, slot, number: gl.constexpr, WARPS: gl.constexpr = 4):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.max(ring.fields.index(slot * FIELDS + number).load(layout), 0)
 
 
@@ -279,7 +287,7 @@ def hide(s, key, lo, hi, BITS: gl.constexpr, INSTEAD: gl.constexpr = float("-inf
     takes the fewest.
     """
     BN: gl.constexpr = s.shape[1]
-    t = s.reshape([PART, BN // 8, 8])
+    t = s.reshape([s.shape[0], BN // 8, 8])
     L: gl.constexpr = t.type.layout
     octet = gl.arange(0, BN // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     inner = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :]
@@ -315,7 +323,7 @@ def hide(s, key, lo, hi, BITS: gl.constexpr, INSTEAD: gl.constexpr = float("-inf
     else:
         keep = (8 * octet >= low[:, None, :]) & (8 * octet < high[:, None, :])
         t = gl.where(keep, t, INSTEAD)
-    return gl.convert_layout(t.reshape([PART, BN]), s.type.layout)
+    return gl.convert_layout(t.reshape(s.shape), s.type.layout)
 
 
 @gluon.jit
@@ -352,7 +360,7 @@ def row_max(s, form: gl.constexpr):
     is eight chains of a quarter of them, that meet.
     """
     if form.LEAST:
-        t = gl.max(s.reshape([PART, 4, form.BN // 32, 8]), 2)
+        t = gl.max(s.reshape([s.shape[0], 4, form.BN // 32, 8]), 2)
         return gl.convert_layout(gl.max(gl.max(t, 1), 1), gl.SliceLayout(1, s.type.layout))
     else:
         return gl.max(s, 1)
@@ -361,7 +369,7 @@ def row_max(s, form: gl.constexpr):
 @gluon.jit
 def lane_sums(p):
     """Row sums of each lane's own columns, (rows, 8): lanes meet at the end of the tile."""
-    return gl.sum(p.reshape([PART, p.shape[1] // 8, 8]), 1)
+    return gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1)
 
 
 @gluon.jit

@@ -9,7 +9,15 @@ from typing import Any
 from triton.experimental.gluon import language as gl
 
 from keel import tile_records
-from keel._versions import holds_wide_tiles, wastes_registers
+from keel._versions import goes_on_after_products, holds_wide_tiles, wastes_registers
+
+Q_FULL_AT, Q_EMPTY_AT, FIELDS_FULL_AT, FIELDS_EMPTY_AT, K_FULL_AT, V_FULL_AT = 0, 2, 4, 6, 8, 12
+"""Where barriers are in PLACES of `hopper_places`, each of 8 bytes; up to four stages."""
+TOPS_AT = 512
+"""Where highest scores of rows are in it, in bytes."""
+PLACES = 64 + 128
+"""Of 8 bytes each: more than anything else is large that is not there for queries, keys or values,
+so that Triton lays it down next."""
 
 
 class Constants:
@@ -65,6 +73,43 @@ class Form(Constants):
     def rows(self) -> int:
         """Of a tile."""
         return self.consumers * tile_records.PART
+
+    @property
+    def one_code(self) -> bool:
+        """Both consumers run the same code, eight warps of it: see `hopper_places`."""
+        plain = self.consumers == 2 and self.pack == 1 and not self.cuts
+        return plain and self.q_buffers == 2 and goes_on_after_products()
+
+    @property
+    def codes(self) -> int:
+        """Consumers that have code of their own."""
+        return 1 if self.one_code else self.consumers
+
+    @property
+    def own_rows(self) -> int:
+        """Of a tile, those of one code."""
+        return self.rows // self.codes
+
+    @property
+    def warps(self) -> int:
+        """Of one code."""
+        return self.own_rows // 16
+
+    @property
+    def sent_rows(self) -> int:
+        """Of results, those that leave at once."""
+        return 16 if self.one_code else self.own_rows
+
+    @property
+    def arrivals(self) -> int:
+        """Of consumers, at a barrier that the producer waits at."""
+        return self.warps if self.one_code else self.consumers
+
+    @property
+    def places_at(self) -> int:
+        """Bytes of shared memory before PLACES: queries, keys and values."""
+        keys = self.stages * self.bn * (self.d + self.dv)
+        return 2 * (self.q_buffers * self.rows * self.d + keys)
 
     @property
     def tokens(self) -> int:
@@ -132,7 +177,10 @@ class Form(Constants):
 
     @property
     def producer_registers(self) -> int:
-        """Of the 512 of four threads; the second consumer has 240, the first what is left."""
+        """Of the 512 of four threads; the second consumer has 240, the first what is left. Two that
+        run the same code have 240 if the producer has 24."""
+        if self.one_code:
+            return 24
         if self.carries:
             return 32
         # which of the two leaves nothing on the stack, with Triton 3.6

@@ -19,11 +19,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from keel.kernels import hopper_forms
 from keel.kernels.flash_common import LOG2E
 from keel.kernels.hopper_common import (
     FIELDS,
@@ -47,11 +47,27 @@ from keel.kernels.hopper_fwd_steps import (
     step,
     tops_of,
 )
+from keel.kernels.hopper_places import (
+    FIELDS_EMPTY,
+    FIELDS_FULL,
+    K_FULL,
+    Q_EMPTY,
+    Q_FULL,
+    V_FULL,
+    arrive_at,
+    set_up,
+    shared_place,
+    wait_at,
+    warpgroup,
+)
 from keel.kernels.hopper_producer import K_FREE, V_FREE, producer
 from keel.kernels.hopper_put_away import put_away
 from keel.kernels.hopper_rows import bounds, token_of
+from keel.kernels.hopper_sending import wait_until_sent
 
 # fmt: off
+
+PLACES = gl.constexpr(hopper_forms.PLACES)
 
 
 class Inputs(NamedTuple):
@@ -110,6 +126,8 @@ class Ring(NamedTuple):
     v_full: Any
     fields_full: Any
     fields_empty: Any
+    at: Any
+    """Address of all of it, where consumers run the same code."""
 
 
 class Tile(NamedTuple):
@@ -133,14 +151,14 @@ def begin_tile(inputs, ring, turn, mine, form: gl.constexpr):
     """First row of the tile that the producer tells of, or -1; touches what `next_tile` reads."""
     slot = turn & 1
     mbarrier.wait(ring.fields_full.index(slot), (turn >> 1) & 1)
-    row0 = field(ring, slot, 0)
+    row0 = field(ring, slot, 0, form.WARPS)
     if row0 >= 0:
-        first = field(ring, slot, 3)
-        split = field(ring, slot, 4)
-        last = field(ring, slot, 5)
+        first = field(ring, slot, 3, form.WARPS)
+        split = field(ring, slot, 4, form.WARPS)
+        last = field(ring, slot, 5, form.WARPS)
         touch(inputs.RUNS + first * 4 + 1)
         touch(inputs.RUNS + gl.minimum(split, last - 1) * 4 + 3)
-        rows = field(ring, slot, 6) * form.TOKENS + token_of(mine, form)
+        rows = field(ring, slot, 6, form.WARPS) * form.TOKENS + token_of(mine, form)
         touch(inputs.ROW_LO + rows)
         touch(inputs.ROW_HI + rows)
     return row0
@@ -160,18 +178,18 @@ def next_tile(inputs, ring, turn, mine, form: gl.constexpr):
     """The tile that the producer tells of, and the bounds of its first partial run."""
     slot = turn & 1
     if form.CARRIES:
-        mbarrier.wait(ring.fields_full.index(slot), (turn >> 1) & 1)
-    row0 = field(ring, slot, 0)
-    row_end = field(ring, slot, 1)
-    head = field(ring, slot, 2)
-    first = field(ring, slot, 3)
-    split = field(ring, slot, 4)
-    last = field(ring, slot, 5)
-    row_set = field(ring, slot, 6)
-    key = field(ring, slot, 7)
+        wait_at(ring, ring.fields_full, FIELDS_FULL, slot, (turn >> 1) & 1, form)
+    row0 = field(ring, slot, 0, form.WARPS)
+    row_end = field(ring, slot, 1, form.WARPS)
+    head = field(ring, slot, 2, form.WARPS)
+    first = field(ring, slot, 3, form.WARPS)
+    split = field(ring, slot, 4, form.WARPS)
+    last = field(ring, slot, 5, form.WARPS)
+    row_set = field(ring, slot, 6, form.WARPS)
+    key = field(ring, slot, 7, form.WARPS)
     share = share_of(ring, slot, form)
     if form.CARRIES:
-        mbarrier.arrive(ring.fields_empty.index(slot), count=1)
+        arrive_at(ring, ring.fields_empty, FIELDS_EMPTY, slot, form)
         if row0 < 0:  # what follows is left over from an earlier tile, or from nowhere
             row_set = 0
             first = 0
@@ -184,23 +202,25 @@ def next_tile(inputs, ring, turn, mine, form: gl.constexpr):
 
 
 @gluon.jit
-def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
+def consumer(code: gl.constexpr, cid, inputs, numbers, ring, form: gl.constexpr):
+    """Code number `code`, run by consumer `cid`: the same number, unless all run one code."""
     BN: gl.constexpr = form.BN
     DV: gl.constexpr = form.DV
-    s_l: gl.constexpr = scores_layout(BN)
+    ROWS: gl.constexpr = form.OWN_ROWS
+    s_l: gl.constexpr = scores_layout(BN, form)
     o_l: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
+        version=[3, 0], warps_per_cta=[form.WARPS, 1], instr_shape=[16, DV, 16])
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_l, k_width=2)
     row_l: gl.constexpr = gl.SliceLayout(1, o_l)
     srow_l: gl.constexpr = gl.SliceLayout(1, s_l)
     scale2 = numbers.scale * LOG2E
     if form.HAS_SOFTCAP:
         scale2 = numbers.scale * 0.0 + LOG2E
-    mine = cid * PART + gl.arange(0, PART, srow_l)
-    zero = gl.zeros([PART, BN], gl.float32, s_l)
-    acc = gl.zeros([PART, form.DV], gl.float32, o_l)
-    total = gl.zeros([PART], gl.float32, srow_l)
-    top2 = gl.full([PART], float("-inf"), gl.float32, srow_l)
+    mine = code * ROWS + gl.arange(0, ROWS, srow_l)
+    zero = gl.zeros([ROWS, BN], gl.float32, s_l)
+    acc = gl.zeros([ROWS, form.DV], gl.float32, o_l)
+    total = gl.zeros([ROWS], gl.float32, srow_l)
+    top2 = gl.full([ROWS], float("-inf"), gl.float32, srow_l)
     raw_top = top2
     count = 0
     turn = 0
@@ -222,22 +242,22 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
             tile, lo, hi = next_tile(inputs, ring, turn, mine, form)
         elif form.Q_BUFFERS == 1:
             if turn > 0:
-                put_away(cid, inputs, numbers, ring, form, False, old_row0, old_end, old_head,
+                put_away(code, inputs, numbers, ring, form, False, old_row0, old_end, old_head,
                          old_share, 0, acc, total, top2, raw_top, mine, o_l)
-        mbarrier.wait(ring.q_full.index(buffer), (turn >> (form.Q_BUFFERS - 1)) & 1)
+        wait_at(ring, ring.q_full, Q_FULL, buffer, (turn >> (form.Q_BUFFERS - 1)) & 1, form)
         stage = stage_of(count, form)
-        mbarrier.wait(ring.k_full.index(stage), phase_of(count, form))
-        q = ring.q.index(form.CONSUMERS * buffer + cid).reshape([PART, form.D])
+        wait_at(ring, ring.k_full, K_FULL, stage, phase_of(count, form), form)
+        q = ring.q.index(form.CODES * buffer + code).reshape([ROWS, form.D])
         s = warpgroup_mma(q, ring.k.index(stage).reshape([BN, form.D]).permute((1, 0)), zero,
                           use_acc=False, is_async=True)
         if form.Q_BUFFERS == 2:
             if turn > 0:
-                put_away(cid, inputs, numbers, ring, form, False, old_row0, old_end, old_head,
+                put_away(code, inputs, numbers, ring, form, False, old_row0, old_end, old_head,
                          old_share, buffer ^ 1, acc, total, top2, raw_top, mine, o_l)
         s = warpgroup_mma_wait(0, [s])
         mark(K_FREE + stage, form.CONSUMERS)
         key = tile.key
-        raw_top = gl.full([PART], float("-inf"), gl.float32, srow_l)
+        raw_top = gl.full([ROWS], float("-inf"), gl.float32, srow_l)
         if tile.first < tile.split:
             s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, False)
         else:
@@ -247,11 +267,11 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         p = gl.exp2(s * scale2 - shift[:, None])
         sums = lane_sums(p)
         probs = as_operands(p, ring, form, 2, p_l)
-        acc = gl.zeros([PART, form.DV], gl.float32, o_l)
+        acc = gl.zeros([ROWS, form.DV], gl.float32, o_l)
         if form.Q_BUFFERS == 2:
             if turn > 0:  # what was put away has left shared memory by now
-                tma.store_wait(0)
-                mbarrier.arrive(ring.q_empty.index(buffer ^ 1), count=1)
+                wait_until_sent(form)
+                arrive_at(ring, ring.q_empty, Q_EMPTY, buffer ^ 1, form)
         key += BN
         end = tile.end
         needs = tile.needs
@@ -296,7 +316,7 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
         if form.Q_BUFFERS == 1:
             mbarrier.arrive(ring.q_empty.index(0), count=1)
         stage = stage_of(count, form)
-        mbarrier.wait(ring.v_full.index(stage), phase_of(count, form))
+        wait_at(ring, ring.v_full, V_FULL, stage, phase_of(count, form), form)
         acc = add_values(ring, acc, probs, stage, form)
         turn += 1
         if form.CARRIES:
@@ -316,37 +336,49 @@ def consumer(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr):
             if form.UNHURRIED:
                 row0 = begin_tile(inputs, ring, turn, mine, form)
             slot = (turn & 1) ^ 1
-            old_row0 = field(ring, slot, 0)
-            old_end = field(ring, slot, 1)
-            old_head = field(ring, slot, 2)
+            old_row0 = field(ring, slot, 0, form.WARPS)
+            old_end = field(ring, slot, 1, form.WARPS)
+            old_head = field(ring, slot, 2, form.WARPS)
             old_share = share_of(ring, slot, form)
             if not form.UNHURRIED:
                 mbarrier.arrive(ring.fields_empty.index(slot), count=1)
-            put_away(cid, inputs, numbers, ring, form, False, old_row0, old_end, old_head,
+            put_away(code, inputs, numbers, ring, form, False, old_row0, old_end, old_head,
                      old_share, 0, acc, total, top2, raw_top, mine, o_l)
             if form.UNHURRIED:
                 mbarrier.arrive(ring.fields_empty.index(slot), count=1)
     if cid == 0:
         take_turn(cid, form)  # the last one nobody else takes
     if form.CARRIES:
-        put_away(cid, inputs, numbers, ring, form, True, old_row0, old_end, old_head, old_share,
+        put_away(code, inputs, numbers, ring, form, True, old_row0, old_end, old_head, old_share,
                  (turn + 1) % form.Q_BUFFERS, acc, total, top2, raw_top, mine, o_l)
-        tma.store_wait(0)
+        wait_until_sent(form)
 
 
 @gluon.jit
 def first_consumer(inputs, numbers, ring, form: gl.constexpr):
-    consumer(0, inputs, numbers, ring, form)
+    if form.ONE_CODE:
+        consumer(0, warpgroup(), inputs, numbers, ring, form)
+    else:
+        consumer(0, 0, inputs, numbers, ring, form)
 
 
 @gluon.jit
 def second_consumer(inputs, numbers, ring, form: gl.constexpr):
-    consumer(1, inputs, numbers, ring, form)
+    consumer(1, 1, inputs, numbers, ring, form)
 
 
 @gluon.jit
 def third_consumer(inputs, numbers, ring, form: gl.constexpr):
-    consumer(2, inputs, numbers, ring, form)
+    consumer(2, 2, inputs, numbers, ring, form)
+
+
+@gluon.jit
+def barriers(NUMBER: gl.constexpr, places):
+    """So many, or all of PLACES: see `one_of`."""
+    if places is None:
+        return gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    else:
+        return places
 
 
 NUMBERS = ["num_tiles", "section", "num_heads", "group", "num_work", "most_parts"]
@@ -354,7 +386,7 @@ NUMBERS = ["num_tiles", "section", "num_heads", "group", "num_work", "most_parts
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_fwd_kernel(
-    Q, K, V, O, OUT, LSE, MAX_LOGITS, SINK, PARTS, MEETINGS, SHARES, TILES, RUNS, ROW_LO, ROW_HI,
+    O, Q, K, V, OUT, LSE, MAX_LOGITS, SINK, PARTS, MEETINGS, SHARES, TILES, RUNS, ROW_LO, ROW_HI,
     COUNTER, scale, softcap, num_tiles, section, num_heads, group, num_work, stride_ot, stride_oh,
     most_parts, FORM: gl.constexpr,
 ):
@@ -365,35 +397,42 @@ def hopper_fwd_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     tops = None
-    if FORM.TOPS:
+    if FORM.TOPS and not FORM.ONE_CODE:
         tops = gl.allocate_shared_memory(gl.float32, [2 * CONSUMERS, PART], plain)
     shares = None
     if FORM.CUTS:
         shares = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
+    places = None
+    if FORM.ONE_CODE:
+        places = gl.allocate_shared_memory(gl.int64, [PLACES, 1], barrier)
     ring = Ring(
         q=gl.allocate_shared_memory(
-            Q.dtype, [CONSUMERS * Q_BUFFERS, PART // PACK, PACK, FORM.D], Q.layout),
+            Q.dtype, [FORM.CODES * Q_BUFFERS, FORM.OWN_ROWS // PACK, PACK, FORM.D], Q.layout),
         k=gl.allocate_shared_memory(K.dtype, [STAGES, FORM.BN, 1, FORM.D], K.layout),
         v=gl.allocate_shared_memory(V.dtype, [STAGES, FORM.BN, 1, FORM.DV], V.layout),
         fields=gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], plain),
         shares=shares,
         tops=tops,
-        q_full=gl.allocate_shared_memory(gl.int64, [Q_BUFFERS, 1], barrier),
-        q_empty=gl.allocate_shared_memory(gl.int64, [Q_BUFFERS, 1], barrier),
-        k_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
-        v_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
-        fields_full=gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
-        fields_empty=gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
+        q_full=barriers(Q_BUFFERS, places),
+        q_empty=barriers(Q_BUFFERS, places),
+        k_full=barriers(STAGES, places),
+        v_full=barriers(STAGES, places),
+        fields_full=barriers(2, places),
+        fields_empty=barriers(2, places),
+        at=shared_place() if FORM.ONE_CODE else None,
     )
-    for i in gl.static_range(Q_BUFFERS):
-        mbarrier.init(ring.q_full.index(i), 1)
-        mbarrier.init(ring.q_empty.index(i), CONSUMERS)
-    for i in gl.static_range(2):
-        mbarrier.init(ring.fields_full.index(i), 1)
-        mbarrier.init(ring.fields_empty.index(i), CONSUMERS)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ring.k_full.index(i), 1)
-        mbarrier.init(ring.v_full.index(i), 1)
+    if FORM.ONE_CODE:
+        set_up(ring, FORM)
+    else:
+        for i in gl.static_range(Q_BUFFERS):
+            mbarrier.init(ring.q_full.index(i), 1)
+            mbarrier.init(ring.q_empty.index(i), CONSUMERS)
+        for i in gl.static_range(2):
+            mbarrier.init(ring.fields_full.index(i), 1)
+            mbarrier.init(ring.fields_empty.index(i), CONSUMERS)
+        for i in gl.static_range(STAGES):
+            mbarrier.init(ring.k_full.index(i), 1)
+            mbarrier.init(ring.v_full.index(i), 1)
     fence_async_shared()
     inputs = Inputs(
         Q, K, V, O, OUT, LSE, MAX_LOGITS, SINK, PARTS, MEETINGS, SHARES, TILES, RUNS, ROW_LO,
@@ -401,7 +440,12 @@ def hopper_fwd_kernel(
     numbers = Numbers(scale, softcap, num_tiles, section, num_heads, group, num_work, stride_ot,
                       stride_oh, most_parts)
     # registers of all but the first, which gets what is left of 512 for four threads, one of each
-    if CONSUMERS == 3:
+    if FORM.ONE_CODE:
+        gl.warp_specialize([
+            (first_consumer, (inputs, numbers, ring, FORM)),
+            (producer, (inputs, numbers, ring, FORM)),
+        ], [1], [FORM.PRODUCER_REGISTERS])
+    elif CONSUMERS == 3:
         gl.warp_specialize([
             (first_consumer, (inputs, numbers, ring, FORM)),
             (second_consumer, (inputs, numbers, ring, FORM)),

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from keel.kernels.hopper_common import (
     FAR,
     HALF,
-    PART,
     capped,
     hide,
     lane_sums,
@@ -24,13 +19,14 @@ from keel.kernels.hopper_common import (
     stage_of,
     take_turn,
 )
+from keel.kernels.hopper_places import K_FULL, V_FULL, wait_at
 from keel.kernels.hopper_producer import K_FREE, V_FREE
 
 # fmt: off
 
 
 @gluon.jit
-def needed(needs, half, cid: gl.constexpr, form: gl.constexpr):
+def needed(needs, half, cid, form: gl.constexpr):
     """What a consumer needs of a block: 1 for its first half, 2 for the second, 3 for both.
 
     Blocks of 64 keys are their own first half.
@@ -44,9 +40,9 @@ def needed(needs, half, cid: gl.constexpr, form: gl.constexpr):
 
 
 @gluon.constexpr_function
-def scores_layout(keys):
+def scores_layout(keys, form):
     return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys, 16])
+        version=[3, 0], warps_per_cta=[form.warps, 1], instr_shape=[16, keys, 16])
 
 
 @gluon.jit
@@ -93,11 +89,11 @@ def as_operands(p, ring, form: gl.constexpr, WHICH: gl.constexpr, p_l: gl.conste
     if not form.HALVES:
         return (gl.convert_layout(p, p_l),)
     elif WHICH == 2:
-        left, right = p.reshape([PART, 2, HALF]).permute((0, 2, 1)).split()
+        left, right = p.reshape([form.OWN_ROWS, 2, HALF]).permute((0, 2, 1)).split()
         return gl.convert_layout(left, p_l), gl.convert_layout(right, p_l)
     else:
         p = gl.convert_layout(p, p_l)
-        zeros = gl.zeros([PART, HALF], ring.k.dtype, p_l)
+        zeros = gl.zeros([form.OWN_ROWS, HALF], ring.k.dtype, p_l)
         if WHICH == 0:
             return p, zeros
         else:
@@ -105,7 +101,7 @@ def as_operands(p, ring, form: gl.constexpr, WHICH: gl.constexpr, p_l: gl.conste
 
 
 @gluon.jit
-def step(cid: gl.constexpr, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
+def step(cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
          scale2, numbers, form: gl.constexpr, MASKED: gl.constexpr, WHICH: gl.constexpr,
          p_l: gl.constexpr, row_l: gl.constexpr):
     """Scores of a block of keys while the values of the block before are added up.
@@ -114,7 +110,7 @@ def step(cid: gl.constexpr, q, ring, acc, sums, top2, raw_top, probs, count, key
     """
     KEYS: gl.constexpr = form.BN if WHICH == 2 else HALF
     PENDING: gl.constexpr = 2 if form.HALVES else 1
-    s_l: gl.constexpr = scores_layout(KEYS)
+    s_l: gl.constexpr = scores_layout(KEYS, form)
     srow_l: gl.constexpr = top2.type.layout
     stage = stage_of(count, form)
     phase = phase_of(count, form)
@@ -123,11 +119,11 @@ def step(cid: gl.constexpr, q, ring, acc, sums, top2, raw_top, probs, count, key
     k = ring.k.index(next_stage).reshape([form.BN, form.D])
     if WHICH != 2:
         k = k.slice(WHICH * HALF, HALF)
-    mbarrier.wait(ring.k_full.index(next_stage), next_phase)
+    wait_at(ring, ring.k_full, K_FULL, next_stage, next_phase, form)
     take_turn(cid, form)
-    s = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([PART, KEYS], gl.float32, s_l),
+    s = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([form.OWN_ROWS, KEYS], gl.float32, s_l),
                       use_acc=False, is_async=True)
-    mbarrier.wait(ring.v_full.index(stage), phase)
+    wait_at(ring, ring.v_full, V_FULL, stage, phase, form)
     acc = add_values(ring, acc, probs, stage, form)
     pass_turn(cid, form)
     s = warpgroup_mma_wait(PENDING, [s])
@@ -153,7 +149,7 @@ def step(cid: gl.constexpr, q, ring, acc, sums, top2, raw_top, probs, count, key
 
 
 @gluon.jit
-def pass_by(cid: gl.constexpr, ring, acc, probs, count, form: gl.constexpr, p_l: gl.constexpr):
+def pass_by(cid, ring, acc, probs, count, form: gl.constexpr, p_l: gl.constexpr):
     """A block of keys of which this consumer needs nothing: the values of the block before are
     added up, and its own will be, times zeros.
 
@@ -161,20 +157,20 @@ def pass_by(cid: gl.constexpr, ring, acc, probs, count, form: gl.constexpr, p_l:
     """
     stage = stage_of(count, form)
     next_stage = stage_of(count + 1, form)
-    mbarrier.wait(ring.k_full.index(next_stage), phase_of(count + 1, form))
+    wait_at(ring, ring.k_full, K_FULL, next_stage, phase_of(count + 1, form), form)
     mark(K_FREE + next_stage, form.CONSUMERS)
     take_turn(cid, form)
-    mbarrier.wait(ring.v_full.index(stage), phase_of(count, form))
+    wait_at(ring, ring.v_full, V_FULL, stage, phase_of(count, form), form)
     acc = add_values(ring, acc, probs, stage, form)
     pass_turn(cid, form)
     acc = warpgroup_mma_wait(0, [acc])
     mark(V_FREE + stage, form.CONSUMERS)
-    nothing = gl.zeros([PART, form.BN], gl.float32, scores_layout(form.BN))
+    nothing = gl.zeros([form.OWN_ROWS, form.BN], gl.float32, scores_layout(form.BN, form))
     return acc, as_operands(nothing, ring, form, 2, p_l)
 
 
 @gluon.jit
-def partial_step(cid: gl.constexpr, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
+def partial_step(cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
                  scale2, numbers, needs, half, form: gl.constexpr, p_l: gl.constexpr,
                  row_l: gl.constexpr):
     """`step` for what the consumer needs of a partial block."""

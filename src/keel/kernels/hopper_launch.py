@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -288,13 +289,14 @@ def _prepare(
     if cut is None:
         section = section_heads(heads, hk, tk * (d + dv) * k.element_size(), records.work, q.device)
     streamed = {
-        "Q": describing(q, (PART // form.pack, form.d), form.pack),
+        "Q": describing(q, (form.own_rows // form.pack, form.d), form.pack),
         "K": describing(k, (form.bn, form.d)),
         "V": describing(v, (form.bn, form.dv)),
     }
     left_out: tuple[str, ...] = ("O",)
     if form.staged:
-        streamed["O"], left_out = describing(out, (PART // form.pack, form.dv), form.pack), ()
+        box = (form.sent_rows // form.pack, form.dv)
+        streamed["O"], left_out = describing(out, box, form.pack), ()
     return Prepared(
         (min(num_sms(q.device) - sm_margin, num_work),),
         {
@@ -306,12 +308,28 @@ def _prepare(
             **{"group": heads // hk, "num_work": num_work, "FORM": form},
             **{"stride_ot": out.stride(0), "stride_oh": out.stride(1)},
         },
-        num_warps=4,
+        num_warps=form.warps,
+        check=functools.partial(check_one_code, form) if form.one_code else None,
         hopper=True,
         streamed=streamed,
         left_out=(*left_out, *(("PARTS", "MEETINGS") if cut is None else ())),
         numbers_between=_numbers_between(tiles, q, v),
     )
+
+
+def check_one_code(form: Form, compiled: Any) -> None:
+    """Whether two consumers can run the same code: shared memory must lie where `hopper_places`
+    looks for it (its `set_up` tells), and no barrier may stop all of their warps in a tile."""
+    begun = re.findall(r"mbarrier\.init[^\n]*@global_smem(?:, i\d+ (\d+))?", compiled.asm["llir"])
+    found, expected = [int(place or 0) for place in begun], [0, form.places_at]
+    _, products, behind = compiled.asm["ptx"].partition("wgmma.mma_async")
+    stops = re.search(r"bar(rier)?\.(cta\.)?sync(\.aligned)?\s+0\b", behind) is not None
+    if found != expected or not products or stops:
+        raise RuntimeError(
+            f"Triton {triton.__version__} has put queries and barriers at {found} of shared memory "
+            f"{'and stops all warps in a tile' if stops else ''}, where the Hopper forward expects "
+            f"them at {expected}: nothing was launched. Use backend='triton', and please report it"
+        )
 
 
 def describing(

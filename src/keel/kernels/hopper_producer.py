@@ -9,7 +9,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from keel._versions import tma_load
 from keel.kernels.hopper_common import (
     FIELDS,
-    PART,
     as_logits,
     draw,
     place_of,
@@ -18,6 +17,16 @@ from keel.kernels.hopper_common import (
     stage_of,
     told,
     wait_for,
+)
+from keel.kernels.hopper_places import (
+    FIELDS_EMPTY,
+    FIELDS_FULL,
+    K_FULL,
+    Q_EMPTY,
+    Q_FULL,
+    V_FULL,
+    left_tops,
+    one_of,
 )
 from keel.kernels.hopper_rows import raise_group
 
@@ -52,7 +61,7 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         key = gl.load(record + 6)
         end = gl.load(record + 7)
         slot = turn & 1
-        mbarrier.wait(ring.fields_empty.index(slot), ((turn >> 1) & 1) ^ 1)
+        mbarrier.wait(one_of(ring.fields_empty, FIELDS_EMPTY, slot, form), ((turn >> 1) & 1) ^ 1)
         publish(ring, slot, 0, row0)
         publish(ring, slot, 1, row_end)
         publish(ring, slot, 2, head)
@@ -65,13 +74,15 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
             alone: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
             share = gl.full([1], gl.load(inputs.SHARES + place), gl.int32, alone)
             ring.shares.index(slot).store(share)
-        mbarrier.arrive(ring.fields_full.index(slot), count=1)
+        mbarrier.arrive(one_of(ring.fields_full, FIELDS_FULL, slot, form), count=1)
         buffer = turn % form.Q_BUFFERS
-        mbarrier.wait(ring.q_empty.index(buffer), ((turn // form.Q_BUFFERS) & 1) ^ 1)
-        mbarrier.expect(ring.q_full.index(buffer), form.ROWS * form.D * 2)
-        for part in gl.static_range(form.CONSUMERS):
-            tma_load(inputs.q, [row0 + part * (PART // form.PACK), head * form.PACK, 0],
-                     ring.q_full.index(buffer), ring.q.index(form.CONSUMERS * buffer + part))
+        mbarrier.wait(one_of(ring.q_empty, Q_EMPTY, buffer, form),
+                      ((turn // form.Q_BUFFERS) & 1) ^ 1)
+        queries_came = one_of(ring.q_full, Q_FULL, buffer, form)
+        mbarrier.expect(queries_came, form.ROWS * form.D * 2)
+        for part in gl.static_range(form.CODES):
+            tma_load(inputs.q, [row0 + part * (form.OWN_ROWS // form.PACK), head * form.PACK, 0],
+                     queries_came, ring.q.index(form.CODES * buffer + part))
         if form.TOPS:  # of the tile that had this buffer; now there is time, keys have to wait
             if turn > 1:
                 raise_tops(inputs, ring, form, turn - 2, older_head)
@@ -85,12 +96,14 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
                 stage = stage_of(count, form)
                 if count >= form.STAGES:
                     wait_for(K_FREE + stage, form.CONSUMERS)
-                mbarrier.expect(ring.k_full.index(stage), form.BN * form.D * 2)
-                tma_load(inputs.k, [key, kv_head, 0], ring.k_full.index(stage), ring.k.index(stage))
+                keys_came = one_of(ring.k_full, K_FULL, stage, form)
+                mbarrier.expect(keys_came, form.BN * form.D * 2)
+                tma_load(inputs.k, [key, kv_head, 0], keys_came, ring.k.index(stage))
                 if count >= form.STAGES:
                     wait_for(V_FREE + stage, form.CONSUMERS)
-                mbarrier.expect(ring.v_full.index(stage), form.BN * form.DV * 2)
-                tma_load(inputs.v, [key, kv_head, 0], ring.v_full.index(stage), ring.v.index(stage))
+                values_came = one_of(ring.v_full, V_FULL, stage, form)
+                mbarrier.expect(values_came, form.BN * form.DV * 2)
+                tma_load(inputs.v, [key, kv_head, 0], values_came, ring.v.index(stage))
                 key += form.BN
                 count += 1
             key = next_key
@@ -102,24 +115,24 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         left = numbers.num_work - work
         turn += 1
     slot = turn & 1
-    mbarrier.wait(ring.fields_empty.index(slot), ((turn >> 1) & 1) ^ 1)
+    mbarrier.wait(one_of(ring.fields_empty, FIELDS_EMPTY, slot, form), ((turn >> 1) & 1) ^ 1)
     publish(ring, slot, 0, -1)
-    mbarrier.arrive(ring.fields_full.index(slot), count=1)
+    mbarrier.arrive(one_of(ring.fields_full, FIELDS_FULL, slot, form), count=1)
     for block in range(gl.maximum(count - form.STAGES, 0), count):  # marks nobody waited for
         wait_for(K_FREE + block % form.STAGES, form.CONSUMERS)
         wait_for(V_FREE + block % form.STAGES, form.CONSUMERS)
     if form.TOPS:
         if turn > 1:
-            wait_until_put_away(ring, turn - 2)
+            wait_until_put_away(ring, turn - 2, form)
             raise_tops(inputs, ring, form, turn - 2, older_head)
-        wait_until_put_away(ring, turn - 1)
+        wait_until_put_away(ring, turn - 1, form)
         raise_tops(inputs, ring, form, turn - 1, old_head)
 
 
 @gluon.jit
-def wait_until_put_away(ring, turn):
+def wait_until_put_away(ring, turn, form: gl.constexpr):
     """The tile of a turn, where there are two buffers."""
-    mbarrier.wait(ring.q_empty.index(turn % 2), (turn // 2) & 1)
+    mbarrier.wait(one_of(ring.q_empty, Q_EMPTY, turn % 2, form), (turn // 2) & 1)
 
 
 @gluon.jit
@@ -130,8 +143,12 @@ def raise_tops(inputs, ring, form: gl.constexpr, turn, head):
     """
     buffer = turn % 2
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    for part in gl.static_range(form.CONSUMERS):
-        tops = as_logits(ring.tops.index(form.CONSUMERS * buffer + part).load(layout), form)
+    for part in gl.static_range(form.CODES):
+        if form.ONE_CODE:
+            tops = left_tops(ring, buffer, layout, form)
+        else:
+            tops = ring.tops.index(form.CODES * buffer + part).load(layout)
+        tops = as_logits(tops, form)
         if form.PACK == 1:
             raise_max(inputs.MAX_LOGITS + head, tops)
         else:

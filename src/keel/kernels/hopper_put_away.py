@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from keel._versions import tma_store
 from keel.kernels.flash_common import LN2, LOG2E
 from keel.kernels.hopper_common import (
     HALF,
-    PART,
     as_logits,
     as_offset,
     raise_max,
@@ -18,7 +17,9 @@ from keel.kernels.hopper_common import (
     unknown_zero,
 )
 from keel.kernels.hopper_meeting import meet
+from keel.kernels.hopper_places import Q_EMPTY, arrive_at, leave_tops
 from keel.kernels.hopper_rows import head_of, token_of
+from keel.kernels.hopper_sending import send_rows, stage_rows, unsent
 
 # fmt: off
 
@@ -35,7 +36,7 @@ def quick_log2(x, form: gl.constexpr):
 
 
 @gluon.jit
-def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, LAST: gl.constexpr,
+def put_away(code: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, LAST: gl.constexpr,
              row0, row_end, head, share, buffer, acc, total, top2, raw_top, mine,
              o_l: gl.constexpr):
     """Max logits, sink, lse and out of a finished tile; of a part of one, max logits alone, unless
@@ -54,26 +55,29 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, LAST:
     if form.WANT_MAX and not form.TOPS and form.UNHURRIED:
         raise_max(inputs.MAX_LOGITS + head, as_logits(row_top, form))
     if form.TOPS:
-        ring.tops.index(form.CONSUMERS * buffer + cid).store(row_top)
+        if form.ONE_CODE:
+            leave_tops(ring, buffer, mine, row_top, form)
+        else:
+            ring.tops.index(form.CODES * buffer + code).store(row_top)
         if LAST:
-            mbarrier.arrive(ring.q_empty.index(buffer), count=1)
+            arrive_at(ring, ring.q_empty, Q_EMPTY, buffer, form)
     if form.CUTS:
         complete = share < 0
         if share >= 0:
             acc, total, top2, complete = meet(
-                cid, inputs, numbers, form, share, head, row0, row_end, acc, total, top2, o_l)
+                code, inputs, numbers, form, share, head, row0, row_end, acc, total, top2, o_l)
         if complete:
-            write_out(cid, inputs, numbers, ring, form, row0, row_end, head, buffer, acc, total,
+            write_out(code, inputs, numbers, ring, form, row0, row_end, head, buffer, acc, total,
                       top2, mine, o_l)
     else:
-        write_out(cid, inputs, numbers, ring, form, row0, row_end, head, buffer, acc, total, top2,
+        write_out(code, inputs, numbers, ring, form, row0, row_end, head, buffer, acc, total, top2,
                   mine, o_l)
     if form.WANT_MAX and not form.TOPS and not form.UNHURRIED:
         raise_max(inputs.MAX_LOGITS + head, as_logits(row_top, form))
 
 
 @gluon.jit
-def write_out(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0, row_end, head,
+def write_out(code: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0, row_end, head,
               buffer, acc, total, top2, mine, o_l: gl.constexpr):
     """Sink, lse and out of a tile."""
     row_l: gl.constexpr = gl.SliceLayout(1, o_l)
@@ -104,11 +108,11 @@ def write_out(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0
         out = acc * gl.convert_layout(weight, row_l)[:, None]
         dim = gl.arange(0, form.DV, gl.SliceLayout(0, o_l))
         if form.PACK == 1:  # added up so that ptxas orders loops well where heads are wide
-            out_rows = row0 + cid * PART + gl.arange(0, PART, row_l)
+            out_rows = row0 + code * form.OWN_ROWS + gl.arange(0, form.OWN_ROWS, row_l)
             place = inputs.OUT + (out_rows.to(gl.int64) * as_offset(numbers.stride_ot))[:, None]
             place += head.to(gl.int64) * as_offset(numbers.stride_oh) + dim[None, :]
         else:
-            row = cid * PART + gl.arange(0, PART, row_l)
+            row = code * form.OWN_ROWS + gl.arange(0, form.OWN_ROWS, row_l)
             out_rows = row0 + token_of(row, form)
             place = inputs.OUT + line_of(row, out_rows, numbers, form, head)[:, None] + dim[None, :]
         inside = (out_rows < row_end)[:, None]
@@ -118,13 +122,20 @@ def write_out(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0
         out = out.to(inputs.OUT.dtype.element_ty)
         if not form.STAGED:
             gl.store(place, out, mask=inside)
+        elif form.ONE_CODE:
+            for chunk in gl.static_range(form.DV // HALF):
+                stage_rows(ring, columns_from(out, HALF * chunk), buffer, form, chunk)
+            send_rows(ring, row0, row_end, head, buffer, form)
+            if row_end - row0 < form.ROWS:
+                left = unsent(out_rows, row0, row_end)[:, None]
+                gl.store(place, out, mask=inside & left)
         else:  # by TMA, by way of where queries were that are needed no more
-            TOKENS: gl.constexpr = PART // form.PACK
-            if row_end - row0 >= (cid + 1) * TOKENS:
-                staged = ring.q.index(form.CONSUMERS * buffer + cid)
-                staged.reshape([PART, form.D]).store(out)
+            TOKENS: gl.constexpr = form.OWN_ROWS // form.PACK
+            if row_end - row0 >= (code + 1) * TOKENS:
+                staged = ring.q.index(form.CODES * buffer + code)
+                staged.reshape([form.OWN_ROWS, form.D]).store(out)
                 fence_async_shared()
-                tma_store(inputs.o, [row0 + cid * TOKENS, head * form.PACK, 0], staged)
+                tma_store(inputs.o, [row0 + code * TOKENS, head * form.PACK, 0], staged)
             else:  # rows of a tile that has not all of them, each by itself
                 gl.store(place, out, mask=inside)
     else:
@@ -144,20 +155,20 @@ def write_out(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0
             weight = weight * (new_part / both)
             old_weight = old_part / both
         gl.store(lse_place, lse, mask=there)
-        write_columns(cid, inputs, numbers, form, row0, row_end, head, acc, weight, old_weight)
+        write_columns(code, inputs, numbers, form, row0, row_end, head, acc, weight, old_weight)
 
 
 @gluon.jit
-def write_columns(cid: gl.constexpr, inputs, numbers, form: gl.constexpr, row0, row_end, head, acc,
+def write_columns(code: gl.constexpr, inputs, numbers, form: gl.constexpr, row0, row_end, head, acc,
                   weight, old_weight):
     """out = acc · weight (+ out · old_weight), 64 columns at a time, which registers hold."""
     o_l: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
+        version=[3, 0], warps_per_cta=[form.WARPS, 1], instr_shape=[16, HALF, 16])
     row_l: gl.constexpr = gl.SliceLayout(1, o_l)
     COLUMNS: gl.constexpr = form.COLUMNS if form.COLUMNS > 0 else form.DV
     weight = gl.convert_layout(weight, row_l)[:, None]
     old_weight = gl.convert_layout(old_weight, row_l)[:, None]
-    row = cid * PART + gl.arange(0, PART, row_l)
+    row = code * form.OWN_ROWS + gl.arange(0, form.OWN_ROWS, row_l)
     rows = row0 + token_of(row, form)
     line = line_of(row, rows, numbers, form, head)
     dim = gl.arange(0, HALF, gl.SliceLayout(0, o_l))
@@ -183,10 +194,10 @@ def line_of(row, token, numbers, form: gl.constexpr, head):
 def columns_from(x, first: gl.constexpr):
     """64 columns of 64, 128 or 256: no number moves."""
     if x.shape[1] == 4 * HALF:
-        pair = gl.split(x.reshape([PART, 2, 2 * HALF]).permute((0, 2, 1)))
+        pair = gl.split(x.reshape([x.shape[0], 2, 2 * HALF]).permute((0, 2, 1)))
         x = pair[first // (2 * HALF)]
     if x.shape[1] == 2 * HALF:
-        pair = gl.split(x.reshape([PART, 2, HALF]).permute((0, 2, 1)))
+        pair = gl.split(x.reshape([x.shape[0], 2, HALF]).permute((0, 2, 1)))
         x = pair[first // HALF % 2]
     return x
 

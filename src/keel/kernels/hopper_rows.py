@@ -11,8 +11,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from keel.kernels.hopper_common import PART
-
 # fmt: off
 
 
@@ -46,7 +44,7 @@ def raise_group(POINTER, tops, form: gl.constexpr):
     `flash_common.raise_max`."""
     bits = (tops + 0.0).to(gl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    top = gl.max(bits.reshape([PART // form.PACK, form.PACK]), 0)
+    top = gl.max(bits.reshape([bits.shape[0] // form.PACK, form.PACK]), 0)
     bits = top ^ ((top >> 31) & 0x7FFFFFFF)
     place = POINTER + gl.arange(0, form.PACK, top.type.layout)
     signed = place.to(gl.pointer_type(gl.int32), bitcast=True)

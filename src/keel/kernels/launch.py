@@ -54,6 +54,8 @@ class Prepared:
     """Per thread; fewer let more programs run side by side."""
     hopper: bool = False
     """Compiled for Hopper alone, by `sparing_ptxas`."""
+    check: Callable[[Any], None] | None = None
+    """Sees the compiled kernel before it runs for the first time."""
     options: dict[str, Any] = field(default_factory=dict)
     """More of what Triton's compiler is told."""
     streamed: dict[str, Callable[[torch.Tensor], Any]] = field(default_factory=dict)
@@ -172,15 +174,17 @@ class Recipe:
             return
         began = time.perf_counter()
         with sparing_ptxas(self.prepared.hopper) as options:
-            compiled = self.kernel[self.prepared.grid](
-                *arguments,
-                num_warps=self.prepared.num_warps,
-                num_stages=self.prepared.num_stages,
-                maxnreg=self.prepared.max_registers,
-                enable_fp_fusion=fp_fusion(),
+            options = {
+                **{"num_warps": self.prepared.num_warps, "num_stages": self.prepared.num_stages},
+                **{"maxnreg": self.prepared.max_registers, "enable_fp_fusion": fp_fusion()},
                 **self.prepared.options,
                 **options,
-            )
+            }
+            if self.prepared.check is not None and not INTERPRETED:
+                self.prepared.check(
+                    self.kernel.warmup(*arguments, grid=self.prepared.grid, **options)
+                )
+            compiled = self.kernel[self.prepared.grid](*arguments, **options)
         if INTERPRETED:
             return
         _report(self.kernel.__name__, compiled.hash, time.perf_counter() - began)

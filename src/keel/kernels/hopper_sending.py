@@ -1,0 +1,118 @@
+"""Results of the Hopper forward on their way out, where consumers run the same code: each warp
+sends its own 16 rows by TMA, by way of where their queries were, and waits for no other one."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from keel.kernels.hopper_common import HALF
+
+# fmt: off
+
+OPERANDS = gl.constexpr(",".join(["=r"] * 32 + ["r"] * 48) + ",~{memory}")
+"""Of 32 numbers of a thread: as many answers that mean nothing, as many times the same address, and
+the numbers, two in a register."""
+
+
+@gluon.jit
+def stage_rows(ring, x, buffer, form: gl.constexpr, CHUNK: gl.constexpr):
+    """64 columns of results to where the queries of their rows were, in the order of 128 bytes that
+    TMA expects. Four warps have waited for products of these queries: not before all of them have
+    is any of the queries written over."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[form.WARPS, 1], instr_shape=[16, HALF, 16])
+    x = gl.convert_layout(x, layout)
+    AT: gl.constexpr = CHUNK * form.ROWS * 128
+    # barriers 7 and 8: below those of stages and turns, above Triton's own, which are 0 and 1 here
+    MEET: gl.constexpr = "bar.sync number, 128;" if CHUNK == 0 else ""
+    place = gl.full(x.shape, ring.at + buffer * (form.ROWS * form.D * 2), gl.int32, layout)
+    gl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 lane, warp, number, first, second, third, fourth;
+        mov.u32 warp, %tid.x;
+        shr.u32 number, warp, 7;
+        add.u32 number, number, 7;
+        shr.u32 warp, warp, 5;
+        mov.u32 lane, %laneid;
+        and.b32 second, lane, 15;
+        shl.b32 second, second, 7;
+        mad.lo.u32 second, warp, 2048, second;
+        add.u32 second, second, $32;
+        shr.u32 first, lane, 4;
+        and.b32 lane, lane, 7;
+        xor.b32 lane, lane, first;
+        shl.b32 lane, lane, 4;
+        add.u32 first, second, lane;
+        xor.b32 third, lane, 64;
+        xor.b32 fourth, lane, 96;
+        xor.b32 lane, lane, 32;
+        add.u32 fourth, fourth, second;
+        add.u32 third, third, second;
+        add.u32 second, second, lane;
+        {MEET}
+        stmatrix.sync.aligned.m8n8.x4.shared.b16 [first+{AT}], {{$64, $65, $66, $67}};
+        stmatrix.sync.aligned.m8n8.x4.shared.b16 [second+{AT}], {{$68, $69, $70, $71}};
+        stmatrix.sync.aligned.m8n8.x4.shared.b16 [third+{AT}], {{$72, $73, $74, $75}};
+        stmatrix.sync.aligned.m8n8.x4.shared.b16 [fourth+{AT}], {{$76, $77, $78, $79}};
+        mov.u32 $0, 0;
+        }}""", OPERANDS, [place, x], dtype=gl.int32, is_pure=False, pack=32)
+
+
+@gluon.jit
+def send_rows(ring, row0, row_end, head, buffer, form: gl.constexpr):
+    """A warp's 16 rows, if the tile has all of them; others are `unsent`.
+
+    The descriptor is the kernel's first argument: Gluon does not tell where it lies either.
+    """
+    SEND: gl.constexpr = "@mine cp.async.bulk.tensor.3d.global.shared::cta.bulk_group"
+    MORE: gl.constexpr = (
+        f"{SEND} [map, {{column, $3, row}}], [second];" if form.DV == 2 * HALF else "")
+    gl.inline_asm_elementwise(
+        f"""{{
+        .reg .pred mine;
+        .reg .b32 lane, warp, row, end, column, first, second;
+        .reg .b64 map;
+        mov.b32 first, hopper_fwd_kernel_param_0;
+        cvt.u64.u32 map, first;
+        cvta.param.u64 map, map;
+        mov.u32 warp, %tid.x;
+        shr.u32 warp, warp, 5;
+        mov.u32 lane, %laneid;
+        mad.lo.u32 row, warp, 16, $1;
+        add.u32 end, row, 16;
+        setp.eq.u32 mine, lane, 0;
+        setp.le.and.s32 mine, end, $2, mine;
+        mad.lo.u32 first, warp, 2048, $4;
+        add.u32 second, first, {form.ROWS * 128};
+        fence.proxy.async.shared::cta;
+        bar.warp.sync 0xffffffff;
+        mov.u32 column, 0;
+        {SEND} [map, {{column, $3, row}}], [first];
+        mov.u32 column, 64;
+        {MORE}
+        cp.async.bulk.commit_group;
+        mov.u32 $0, 0;
+        }}""", "=r,r,r,r,r,~{memory}",
+        [row0, row_end, head, ring.at + buffer * (form.ROWS * form.D * 2)],
+        dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def unsent(rows, row0, row_end):
+    """Rows of a tile that `send_rows` leaves: of a warp that has not 16 of them."""
+    return (rows >= row0 + ((row_end - row0) & ~15)) & (rows < row_end)
+
+
+@gluon.jit
+def wait_until_sent(form: gl.constexpr):
+    """Until results have left shared memory; told to those threads that sent them."""
+    if form.ONE_CODE:
+        gl.inline_asm_elementwise("cp.async.bulk.wait_group.read 0; mov.u32 $0, 0;",
+                                  "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        tma.store_wait(0)
+
+
+# fmt: on
