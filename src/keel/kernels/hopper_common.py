@@ -226,7 +226,7 @@ def publish(ring, slot, number: gl.constexpr, value):
 
 
 @gluon.jit
-def field(ring, slot, number: gl.constexpr, WARPS: gl.constexpr = 4):
+def field(ring, slot, number: gl.constexpr, WARPS: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.max(ring.fields.index(slot * FIELDS + number).load(layout), 0)
 

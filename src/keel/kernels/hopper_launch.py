@@ -323,12 +323,17 @@ def check_one_code(form: Form, compiled: Any) -> None:
     begun = re.findall(r"mbarrier\.init[^\n]*@global_smem(?:, i\d+ (\d+))?", compiled.asm["llir"])
     found, expected = [int(place or 0) for place in begun], [0, form.places_at]
     _, products, behind = compiled.asm["ptx"].partition("wgmma.mma_async")
-    stops = re.search(r"bar(rier)?\.(cta\.)?sync(\.aligned)?\s+0\b", behind) is not None
-    if found != expected or not products or stops:
+    problem = None
+    if found != expected:
+        problem = f"has queries and barriers at {found} of shared memory, not at {expected}"
+    elif not products:
+        problem = "has no products that could be found"
+    elif re.search(r"bar(rier)?\.(cta\.)?sync(\.aligned)?\s+0\b", behind):
+        problem = "stops all warps in a tile"
+    if problem is not None:
         raise RuntimeError(
-            f"Triton {triton.__version__} has put queries and barriers at {found} of shared memory "
-            f"{'and stops all warps in a tile' if stops else ''}, where the Hopper forward expects "
-            f"them at {expected}: nothing was launched. Use backend='triton', and please report it"
+            f"the Hopper forward as compiled by Triton {triton.__version__} {problem}: nothing was "
+            "launched. Use backend='triton', and please report this"
         )
 
 
