@@ -21,7 +21,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from keel._versions import sparing_ptxas, wastes_registers
 from keel.kernels import hopper_fwd
 from keel.kernels.hopper_forms import Form
-from keel.kernels.hopper_launch import block_ns, check_one_code, choose_form
+from keel.kernels.hopper_launch import block_ns, check_compiled, choose_form
 
 FLOATS = {"LSE", "MAX_LOGITS", "SINK", "PARTS"}
 OF_CUTS = {"PARTS", "MEETINGS", "SHARES"}
@@ -138,8 +138,7 @@ def main() -> None:
         with sparing_ptxas() as options:
             options = {"num_warps": form.warps, "enable_fp_fusion": True, **options}
             compiled = triton.compile(source, target=target, options=options)
-        if form.one_code:
-            check_one_code(form, compiled)
+        check_compiled(form, compiled)
         print(json.dumps(dataclasses.asdict(form) | resources_and_spills(compiled)), flush=True)
 
 

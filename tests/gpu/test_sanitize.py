@@ -38,8 +38,7 @@ HAND_OVERS = {
     (START, START): "Triton's own: what the first warps leave for others when these start",
     ("publish", ANYONE): "fields_full and fields_empty, which all readers arrive at",
     ("producer", ANYONE): "the same: one more of the fields, where tiles are cut",
-    ("put_away", "raise_tops"): "q_empty; the next write there is behind loads that follow",
-    ("leave_tops", "left_tops"): "the same, where consumers run one code",
+    ("leave_tops", "left_tops"): "q_empty; the next write there is behind loads that follow",
     ("bring_numbers", "of_rows"): "q_full, do_full (cp.async); then Q_FREE or DO_FREE",
     ("add_to_dv", "add_to_dk"): "a named barrier; the next write is behind Q_FREE and q_full",
 }

@@ -80,10 +80,10 @@ def test_two_consumers_run_one_code_where_none_stops_for_the_other(monkeypatch, 
     for one in (form(), form(64, 64), form(96, want_max=True), form(accumulate=True)):
         assert (one.one_code, one.codes) == ((True, 1) if goes_on else (False, 2))
         assert one.codes * one.own_rows == one.rows == 128 and one.own_rows == 16 * one.warps
-        assert (one.sent_rows, one.arrivals) == ((16, 8) if goes_on else (64, 2))
+        assert (one.sent_rows, one.arrivals) == ((16, 8) if goes_on else (64, 8))
     for apart in (form(cuts=True), form(pack=8), form(256, 64), form(64, consumers=3)):
         assert not apart.one_code and apart.warps == 4
-        assert apart.codes == apart.arrivals == apart.consumers
+        assert apart.codes == apart.consumers and apart.arrivals == 4 * apart.consumers
     assert form().places_at == 2 * (2 * 128 * 128 + 2 * 128 * 128 + 2 * 128 * 128)
     assert form(64, 64).places_at == 2 * (2 * 128 * 64 + 3 * 64 * 64 + 3 * 64 * 64)
 
@@ -102,13 +102,13 @@ SET_UP = 'asm "@$0 mbarrier.init.shared::cta.b64 [$1], 1;"(i1 %1, ptr addrspace(
 BEFORE = "bar.sync \t0, 256;\nwgmma.mma_async.sync a;\n"
 
 
-def check_compiled(*places: str, ptx: str = BEFORE) -> None:
-    form = choose_form(128, 128, 128, out_matches=True)
+def check_compiled(*places: str, ptx: str = BEFORE, **options) -> None:
+    form = choose_form(128, 128, 128, out_matches=True, **options)
     llir = "".join(SET_UP.format(place) for place in places)
-    hopper_launch.check_one_code(form, SimpleNamespace(asm={"llir": llir, "ptx": ptx}))
+    hopper_launch.check_compiled(form, SimpleNamespace(asm={"llir": llir, "ptx": ptx}))
 
 
-def test_what_one_code_takes_for_granted_is_looked_at():
+def test_what_kernels_take_for_granted_is_looked_at():
     def at(place: int) -> str:
         return f"getelementptr (i8, ptr addrspace(3) @global_smem, i32 {place})"
 
@@ -117,9 +117,12 @@ def test_what_one_code_takes_for_granted_is_looked_at():
     for wrong in ((at(64), barriers), (first, at(196616)), (first,), (first, barriers, at(8))):
         with pytest.raises(RuntimeError, match=r"queries and barriers at .*nothing was launched"):
             check_compiled(*wrong)
+        with pytest.raises(RuntimeError, match="queries and barriers at"):
+            check_compiled(*wrong, cuts=True)
     for stop in ("bar.sync \t0, 256;", "barrier.sync \t0;", "barrier.cta.sync.aligned 0, 256;"):
         with pytest.raises(RuntimeError, match="stops all warps in a tile"):
             check_compiled(first, barriers, ptx=BEFORE + stop)
+        check_compiled(first, barriers, ptx=BEFORE + stop, cuts=True)  # four warps have it alone
     with pytest.raises(RuntimeError, match=r"no products.*nothing was launched"):
         check_compiled(first, barriers, ptx="no product is found in it")
 

@@ -15,7 +15,7 @@ Q_FULL_AT, Q_EMPTY_AT, FIELDS_FULL_AT, FIELDS_EMPTY_AT, K_FULL_AT, V_FULL_AT = 0
 """Where barriers are in PLACES of `hopper_places`, each of 8 bytes; up to four stages."""
 TOPS_AT = 512
 """Where highest scores of rows are in it, in bytes."""
-PLACES = 64 + 128
+PLACES = 64 + 192
 """Of 8 bytes each: more than anything else is large that is not there for queries, keys or values,
 so that Triton lays it down next."""
 
@@ -103,7 +103,7 @@ class Form(Constants):
     @property
     def arrivals(self) -> int:
         """Of consumers, at a barrier that the producer waits at."""
-        return self.warps if self.one_code else self.consumers
+        return self.warps * self.codes
 
     @property
     def places_at(self) -> int:

@@ -28,7 +28,6 @@ from keel.kernels.flash_common import LOG2E
 from keel.kernels.hopper_common import (
     FIELDS,
     HALF,
-    PART,
     field,
     lane_sums,
     mark,
@@ -118,16 +117,10 @@ class Ring(NamedTuple):
     fields: Any
     shares: Any
     """One more of the fields, where tiles are cut."""
-    tops: Any
-    """Highest scores of rows, for the producer to raise max logits to."""
-    q_full: Any
-    q_empty: Any
-    k_full: Any
-    v_full: Any
-    fields_full: Any
-    fields_empty: Any
+    places: Any
+    """Barriers, and what consumers leave for the producer: see `hopper_places`."""
     at: Any
-    """Address of all of it, where consumers run the same code."""
+    """Address of all of it."""
 
 
 class Tile(NamedTuple):
@@ -150,7 +143,7 @@ class Tile(NamedTuple):
 def begin_tile(inputs, ring, turn, mine, form: gl.constexpr):
     """First row of the tile that the producer tells of, or -1; touches what `next_tile` reads."""
     slot = turn & 1
-    mbarrier.wait(ring.fields_full.index(slot), (turn >> 1) & 1)
+    wait_at(ring, FIELDS_FULL, slot, (turn >> 1) & 1, form)
     row0 = field(ring, slot, 0, form.WARPS)
     if row0 >= 0:
         first = field(ring, slot, 3, form.WARPS)
@@ -178,7 +171,7 @@ def next_tile(inputs, ring, turn, mine, form: gl.constexpr):
     """The tile that the producer tells of, and the bounds of its first partial run."""
     slot = turn & 1
     if form.CARRIES:
-        wait_at(ring, ring.fields_full, FIELDS_FULL, slot, (turn >> 1) & 1, form)
+        wait_at(ring, FIELDS_FULL, slot, (turn >> 1) & 1, form)
     row0 = field(ring, slot, 0, form.WARPS)
     row_end = field(ring, slot, 1, form.WARPS)
     head = field(ring, slot, 2, form.WARPS)
@@ -189,7 +182,7 @@ def next_tile(inputs, ring, turn, mine, form: gl.constexpr):
     key = field(ring, slot, 7, form.WARPS)
     share = share_of(ring, slot, form)
     if form.CARRIES:
-        arrive_at(ring, ring.fields_empty, FIELDS_EMPTY, slot, form)
+        arrive_at(ring, FIELDS_EMPTY, slot, form)
         if row0 < 0:  # what follows is left over from an earlier tile, or from nowhere
             row_set = 0
             first = 0
@@ -244,9 +237,9 @@ def consumer(code: gl.constexpr, cid, inputs, numbers, ring, form: gl.constexpr)
             if turn > 0:
                 put_away(code, inputs, numbers, ring, form, False, old_row0, old_end, old_head,
                          old_share, 0, acc, total, top2, raw_top, mine, o_l)
-        wait_at(ring, ring.q_full, Q_FULL, buffer, (turn >> (form.Q_BUFFERS - 1)) & 1, form)
+        wait_at(ring, Q_FULL, buffer, (turn >> (form.Q_BUFFERS - 1)) & 1, form)
         stage = stage_of(count, form)
-        wait_at(ring, ring.k_full, K_FULL, stage, phase_of(count, form), form)
+        wait_at(ring, K_FULL, stage, phase_of(count, form), form)
         q = ring.q.index(form.CODES * buffer + code).reshape([ROWS, form.D])
         s = warpgroup_mma(q, ring.k.index(stage).reshape([BN, form.D]).permute((1, 0)), zero,
                           use_acc=False, is_async=True)
@@ -271,7 +264,7 @@ def consumer(code: gl.constexpr, cid, inputs, numbers, ring, form: gl.constexpr)
         if form.Q_BUFFERS == 2:
             if turn > 0:  # what was put away has left shared memory by now
                 wait_until_sent(form)
-                arrive_at(ring, ring.q_empty, Q_EMPTY, buffer ^ 1, form)
+                arrive_at(ring, Q_EMPTY, buffer ^ 1, form)
         key += BN
         end = tile.end
         needs = tile.needs
@@ -314,9 +307,9 @@ def consumer(code: gl.constexpr, cid, inputs, numbers, ring, form: gl.constexpr)
             key = next_key
             end = next_end
         if form.Q_BUFFERS == 1:
-            mbarrier.arrive(ring.q_empty.index(0), count=1)
+            arrive_at(ring, Q_EMPTY, 0, form)
         stage = stage_of(count, form)
-        wait_at(ring, ring.v_full, V_FULL, stage, phase_of(count, form), form)
+        wait_at(ring, V_FULL, stage, phase_of(count, form), form)
         acc = add_values(ring, acc, probs, stage, form)
         turn += 1
         if form.CARRIES:
@@ -341,11 +334,11 @@ def consumer(code: gl.constexpr, cid, inputs, numbers, ring, form: gl.constexpr)
             old_head = field(ring, slot, 2, form.WARPS)
             old_share = share_of(ring, slot, form)
             if not form.UNHURRIED:
-                mbarrier.arrive(ring.fields_empty.index(slot), count=1)
+                arrive_at(ring, FIELDS_EMPTY, slot, form)
             put_away(code, inputs, numbers, ring, form, False, old_row0, old_end, old_head,
                      old_share, 0, acc, total, top2, raw_top, mine, o_l)
             if form.UNHURRIED:
-                mbarrier.arrive(ring.fields_empty.index(slot), count=1)
+                arrive_at(ring, FIELDS_EMPTY, slot, form)
     if cid == 0:
         take_turn(cid, form)  # the last one nobody else takes
     if form.CARRIES:
@@ -372,15 +365,6 @@ def third_consumer(inputs, numbers, ring, form: gl.constexpr):
     consumer(2, 2, inputs, numbers, ring, form)
 
 
-@gluon.jit
-def barriers(NUMBER: gl.constexpr, places):
-    """So many, or all of PLACES: see `one_of`."""
-    if places is None:
-        return gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    else:
-        return places
-
-
 NUMBERS = ["num_tiles", "section", "num_heads", "group", "num_work", "most_parts"]
 
 
@@ -396,15 +380,10 @@ def hopper_fwd_kernel(
     PACK: gl.constexpr = FORM.PACK
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    tops = None
-    if FORM.TOPS and not FORM.ONE_CODE:
-        tops = gl.allocate_shared_memory(gl.float32, [2 * CONSUMERS, PART], plain)
     shares = None
     if FORM.CUTS:
         shares = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
-    places = None
-    if FORM.ONE_CODE:
-        places = gl.allocate_shared_memory(gl.int64, [PLACES, 1], barrier)
+    places = gl.allocate_shared_memory(gl.int64, [PLACES, 1], barrier)
     ring = Ring(
         q=gl.allocate_shared_memory(
             Q.dtype, [FORM.CODES * Q_BUFFERS, FORM.OWN_ROWS // PACK, PACK, FORM.D], Q.layout),
@@ -412,27 +391,10 @@ def hopper_fwd_kernel(
         v=gl.allocate_shared_memory(V.dtype, [STAGES, FORM.BN, 1, FORM.DV], V.layout),
         fields=gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], plain),
         shares=shares,
-        tops=tops,
-        q_full=barriers(Q_BUFFERS, places),
-        q_empty=barriers(Q_BUFFERS, places),
-        k_full=barriers(STAGES, places),
-        v_full=barriers(STAGES, places),
-        fields_full=barriers(2, places),
-        fields_empty=barriers(2, places),
-        at=shared_place() if FORM.ONE_CODE else None,
+        places=places,
+        at=shared_place(),
     )
-    if FORM.ONE_CODE:
-        set_up(ring, FORM)
-    else:
-        for i in gl.static_range(Q_BUFFERS):
-            mbarrier.init(ring.q_full.index(i), 1)
-            mbarrier.init(ring.q_empty.index(i), CONSUMERS)
-        for i in gl.static_range(2):
-            mbarrier.init(ring.fields_full.index(i), 1)
-            mbarrier.init(ring.fields_empty.index(i), CONSUMERS)
-        for i in gl.static_range(STAGES):
-            mbarrier.init(ring.k_full.index(i), 1)
-            mbarrier.init(ring.v_full.index(i), 1)
+    set_up(ring, FORM)
     fence_async_shared()
     inputs = Inputs(
         Q, K, V, O, OUT, LSE, MAX_LOGITS, SINK, PARTS, MEETINGS, SHARES, TILES, RUNS, ROW_LO,

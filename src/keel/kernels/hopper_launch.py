@@ -309,7 +309,7 @@ def _prepare(
             **{"stride_ot": out.stride(0), "stride_oh": out.stride(1)},
         },
         num_warps=form.warps,
-        check=functools.partial(check_one_code, form) if form.one_code else None,
+        check=functools.partial(check_compiled, form),
         hopper=True,
         streamed=streamed,
         left_out=(*left_out, *(("PARTS", "MEETINGS") if cut is None else ())),
@@ -317,9 +317,9 @@ def _prepare(
     )
 
 
-def check_one_code(form: Form, compiled: Any) -> None:
-    """Whether two consumers can run the same code: shared memory must lie where `hopper_places`
-    looks for it (its `set_up` tells), and no barrier may stop all of their warps in a tile."""
+def check_compiled(form: Form, compiled: Any) -> None:
+    """Whether shared memory lies where `hopper_places` looks for it (its `set_up` tells) and, where
+    two consumers run the same code, that no barrier stops all of their warps in a tile."""
     begun = re.findall(r"mbarrier\.init[^\n]*@global_smem(?:, i\d+ (\d+))?", compiled.asm["llir"])
     found, expected = [int(place or 0) for place in begun], [0, form.places_at]
     _, products, behind = compiled.asm["ptx"].partition("wgmma.mma_async")
@@ -328,7 +328,7 @@ def check_one_code(form: Form, compiled: Any) -> None:
         problem = f"has queries and barriers at {found} of shared memory, not at {expected}"
     elif not products:
         problem = "has no products that could be found"
-    elif re.search(r"bar(rier)?\.(cta\.)?sync(\.aligned)?\s+0\b", behind):
+    elif form.one_code and re.search(r"bar(rier)?\.(cta\.)?sync(\.aligned)?\s+0\b", behind):
         problem = "stops all warps in a tile"
     if problem is not None:
         raise RuntimeError(

@@ -1,12 +1,14 @@
-"""Shared memory by address, for two consumers that run the same code (Gluon, sm_90).
+"""Shared memory of the Hopper forward by address: barriers, and maxima of rows (Gluon, sm_90).
 
-A partition of eight warps has half of the instructions of two of four, and what a tile does once is
-then found in the instruction cache. But Triton stops all warps of a partition between two waits at
-barriers of one array, and before it arrives at one: the consumers would stop for each other. So
-their warps wait and arrive by themselves here, at addresses that Triton does not tell. It lays the
-largest arrays down first, in the order in which they are made: queries, keys, values, then
-PLACES, which all barriers are in, and what consumers leave for the producer.
-`hopper_launch.check_one_code` looks at compiled kernels whether that is so, before they run.
+Triton stops all warps of a partition between two waits at barriers of one array, and before it
+arrives at one. So warps wait and arrive by themselves here, at addresses that Triton does not tell.
+It lays the largest arrays down first, in the order in which they are made: queries, keys, values,
+then PLACES, which all barriers are in, and what consumers leave for the producer.
+`hopper_launch.check_compiled` looks at compiled kernels whether that is so, before they run.
+
+Only thus can two consumers run the same code: a partition of eight warps has half of the
+instructions of two of four, and what a tile does once is then found in the instruction cache. With
+Triton's barriers they would stop for each other.
 """
 
 from __future__ import annotations
@@ -53,12 +55,9 @@ def warpgroup():
 
 
 @gluon.jit
-def one_of(barriers, FIRST: gl.constexpr, number, form: gl.constexpr):
-    """One of `barriers` for Triton; FIRST is where the first of them is in PLACES."""
-    if form.ONE_CODE:
-        return barriers.index(FIRST + number)
-    else:
-        return barriers.index(number)
+def one_of(ring, FIRST: gl.constexpr, number):
+    """A barrier, for Triton; FIRST is where the first of its kind is in PLACES."""
+    return ring.places.index(FIRST + number)
 
 
 @gluon.constexpr_function
@@ -90,48 +89,41 @@ def set_up(ring, form: gl.constexpr):
     begin = reinterpreted(ring.q, gl.int64, [size, 1], barrier)
     mbarrier.init(begin.index(0), 1)
     mbarrier.invalidate(begin.index(0))
-    mbarrier.init(ring.q_full.index(Q_FULL), 1)
+    mbarrier.init(one_of(ring, Q_FULL, 0), 1)
     gl.inline_asm_elementwise(_set_up(form), "=r,r,~{memory}", [ring.at], dtype=gl.int32,
                               is_pure=False, pack=1)
     thread_barrier()  # else Triton would have one in each tile, before queries are read
 
 
 @gluon.jit
-def wait_at(ring, barriers, FIRST: gl.constexpr, number, phase, form: gl.constexpr):
-    """Waits at one of `barriers`."""
-    if form.ONE_CODE:
-        AT: gl.constexpr = form.PLACES_AT + 8 * FIRST
-        gl.inline_asm_elementwise(
-            f"""{{
-            .reg .pred done;
-            again:
-            mbarrier.try_wait.parity.shared::cta.b64 done, [$1+{AT}], $2;
-            @!done bra.uni again;
-            mov.u32 $0, 0;
-            }}""", "=r,r,r,~{memory}", [ring.at + number * 8, phase], dtype=gl.int32,
-            is_pure=False, pack=1)
-    else:
-        mbarrier.wait(one_of(barriers, FIRST, number, form), phase)
+def wait_at(ring, FIRST: gl.constexpr, number, phase, form: gl.constexpr):
+    AT: gl.constexpr = form.PLACES_AT + 8 * FIRST
+    gl.inline_asm_elementwise(
+        f"""{{
+        .reg .pred done;
+        again:
+        mbarrier.try_wait.parity.shared::cta.b64 done, [$1+{AT}], $2;
+        @!done bra.uni again;
+        mov.u32 $0, 0;
+        }}""", "=r,r,r,~{memory}", [ring.at + number * 8, phase], dtype=gl.int32, is_pure=False,
+        pack=1)
 
 
 @gluon.jit
-def arrive_at(ring, barriers, FIRST: gl.constexpr, number, form: gl.constexpr):
-    """Arrives at one of `barriers`, which counts consumers, or warps that run the same code."""
-    if form.ONE_CODE:
-        AT: gl.constexpr = form.PLACES_AT + 8 * FIRST
-        gl.inline_asm_elementwise(
-            f"""{{
-            .reg .pred first;
-            .reg .b32 lane;
-            .reg .b64 state;
-            mov.u32 lane, %laneid;
-            setp.eq.u32 first, lane, 0;
-            bar.warp.sync 0xffffffff;
-            @first mbarrier.arrive.shared::cta.b64 state, [$1+{AT}];
-            mov.u32 $0, 0;
-            }}""", "=r,r,~{memory}", [ring.at + number * 8], dtype=gl.int32, is_pure=False, pack=1)
-    else:
-        mbarrier.arrive(one_of(barriers, FIRST, number, form), count=1)
+def arrive_at(ring, FIRST: gl.constexpr, number, form: gl.constexpr):
+    """Each warp by itself, when all of its threads are there."""
+    AT: gl.constexpr = form.PLACES_AT + 8 * FIRST
+    gl.inline_asm_elementwise(
+        f"""{{
+        .reg .pred first;
+        .reg .b32 lane;
+        .reg .b64 state;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        bar.warp.sync 0xffffffff;
+        @first mbarrier.arrive.shared::cta.b64 state, [$1+{AT}];
+        mov.u32 $0, 0;
+        }}""", "=r,r,~{memory}", [ring.at + number * 8], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -144,9 +136,9 @@ def leave_tops(ring, buffer, row, tops, form: gl.constexpr):
 
 
 @gluon.jit
-def left_tops(ring, buffer, layout: gl.constexpr, form: gl.constexpr):
+def left_tops(ring, buffer, part: gl.constexpr, layout: gl.constexpr, form: gl.constexpr):
     AT: gl.constexpr = form.PLACES_AT + TOPS
-    row = gl.arange(0, form.ROWS, layout)
+    row = part * form.OWN_ROWS + gl.arange(0, form.OWN_ROWS, layout)
     return gl.inline_asm_elementwise(
         f"ld.shared.f32 $0, [$1+{AT}];", "=f,r,~{memory}",
         [ring.at + (buffer * form.ROWS + row) * 4], dtype=gl.float32, is_pure=False, pack=1)

@@ -61,7 +61,7 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         key = gl.load(record + 6)
         end = gl.load(record + 7)
         slot = turn & 1
-        mbarrier.wait(one_of(ring.fields_empty, FIELDS_EMPTY, slot, form), ((turn >> 1) & 1) ^ 1)
+        mbarrier.wait(one_of(ring, FIELDS_EMPTY, slot), ((turn >> 1) & 1) ^ 1)
         publish(ring, slot, 0, row0)
         publish(ring, slot, 1, row_end)
         publish(ring, slot, 2, head)
@@ -74,11 +74,11 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
             alone: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
             share = gl.full([1], gl.load(inputs.SHARES + place), gl.int32, alone)
             ring.shares.index(slot).store(share)
-        mbarrier.arrive(one_of(ring.fields_full, FIELDS_FULL, slot, form), count=1)
+        mbarrier.arrive(one_of(ring, FIELDS_FULL, slot), count=1)
         buffer = turn % form.Q_BUFFERS
-        mbarrier.wait(one_of(ring.q_empty, Q_EMPTY, buffer, form),
+        mbarrier.wait(one_of(ring, Q_EMPTY, buffer),
                       ((turn // form.Q_BUFFERS) & 1) ^ 1)
-        queries_came = one_of(ring.q_full, Q_FULL, buffer, form)
+        queries_came = one_of(ring, Q_FULL, buffer)
         mbarrier.expect(queries_came, form.ROWS * form.D * 2)
         for part in gl.static_range(form.CODES):
             tma_load(inputs.q, [row0 + part * (form.OWN_ROWS // form.PACK), head * form.PACK, 0],
@@ -96,12 +96,12 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
                 stage = stage_of(count, form)
                 if count >= form.STAGES:
                     wait_for(K_FREE + stage, form.CONSUMERS)
-                keys_came = one_of(ring.k_full, K_FULL, stage, form)
+                keys_came = one_of(ring, K_FULL, stage)
                 mbarrier.expect(keys_came, form.BN * form.D * 2)
                 tma_load(inputs.k, [key, kv_head, 0], keys_came, ring.k.index(stage))
                 if count >= form.STAGES:
                     wait_for(V_FREE + stage, form.CONSUMERS)
-                values_came = one_of(ring.v_full, V_FULL, stage, form)
+                values_came = one_of(ring, V_FULL, stage)
                 mbarrier.expect(values_came, form.BN * form.DV * 2)
                 tma_load(inputs.v, [key, kv_head, 0], values_came, ring.v.index(stage))
                 key += form.BN
@@ -115,9 +115,9 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         left = numbers.num_work - work
         turn += 1
     slot = turn & 1
-    mbarrier.wait(one_of(ring.fields_empty, FIELDS_EMPTY, slot, form), ((turn >> 1) & 1) ^ 1)
+    mbarrier.wait(one_of(ring, FIELDS_EMPTY, slot), ((turn >> 1) & 1) ^ 1)
     publish(ring, slot, 0, -1)
-    mbarrier.arrive(one_of(ring.fields_full, FIELDS_FULL, slot, form), count=1)
+    mbarrier.arrive(one_of(ring, FIELDS_FULL, slot), count=1)
     for block in range(gl.maximum(count - form.STAGES, 0), count):  # marks nobody waited for
         wait_for(K_FREE + block % form.STAGES, form.CONSUMERS)
         wait_for(V_FREE + block % form.STAGES, form.CONSUMERS)
@@ -132,7 +132,7 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
 @gluon.jit
 def wait_until_put_away(ring, turn, form: gl.constexpr):
     """The tile of a turn, where there are two buffers."""
-    mbarrier.wait(one_of(ring.q_empty, Q_EMPTY, turn % 2, form), (turn // 2) & 1)
+    mbarrier.wait(one_of(ring, Q_EMPTY, turn % 2), (turn // 2) & 1)
 
 
 @gluon.jit
@@ -144,11 +144,7 @@ def raise_tops(inputs, ring, form: gl.constexpr, turn, head):
     buffer = turn % 2
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     for part in gl.static_range(form.CODES):
-        if form.ONE_CODE:
-            tops = left_tops(ring, buffer, layout, form)
-        else:
-            tops = ring.tops.index(form.CODES * buffer + part).load(layout)
-        tops = as_logits(tops, form)
+        tops = as_logits(left_tops(ring, buffer, part, layout, form), form)
         if form.PACK == 1:
             raise_max(inputs.MAX_LOGITS + head, tops)
         else:

@@ -55,12 +55,9 @@ def put_away(code: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, LAST
     if form.WANT_MAX and not form.TOPS and form.UNHURRIED:
         raise_max(inputs.MAX_LOGITS + head, as_logits(row_top, form))
     if form.TOPS:
-        if form.ONE_CODE:
-            leave_tops(ring, buffer, mine, row_top, form)
-        else:
-            ring.tops.index(form.CODES * buffer + code).store(row_top)
+        leave_tops(ring, buffer, mine, row_top, form)
         if LAST:
-            arrive_at(ring, ring.q_empty, Q_EMPTY, buffer, form)
+            arrive_at(ring, Q_EMPTY, buffer, form)
     if form.CUTS:
         complete = share < 0
         if share >= 0:
