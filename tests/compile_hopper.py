@@ -42,7 +42,7 @@ def forms(which: str) -> list[Form]:
         return [wide, *three_consumers()[1::2], cuts()[3], packed()[2]]
     plain = [
         choose_form(d, dv, bn, out_matches=True, want_max=True)
-        for d, dv in ((64, 64), (128, 128), (192, 128), (256, 256))
+        for d, dv in ((64, 64), (128, 128), (64, 128), (192, 128), (256, 256), (64, 256))
         for bn in block_ns(d, dv, False)
     ]
     return [
@@ -100,7 +100,7 @@ def signature(form: Form) -> tuple[dict[str, str], dict, dict]:
     """(types, constants, alignments) of a call with contiguous bf16 tensors."""
     rows = (form.own_rows // form.pack, form.pack)
     boxes = {"Q": (*rows, form.d), "K": (form.bn, 1, form.d), "V": (form.bn, 1, form.dv)}
-    if form.staged:
+    if form.staged or form.spools:
         boxes["O"] = (form.sent_rows // form.pack, form.pack, form.dv)
     absent = {"O"} - boxes.keys() | ({"SINK"} if not form.has_sink else set())
     absent |= {"MAX_LOGITS"} if not form.want_max else set()

@@ -47,11 +47,15 @@ def test_kernels_compiled_for_other_properties_are_not_found(monkeypatch):
 def test_wide_tiles_are_carried_where_registers_hold_them(monkeypatch, held):
     monkeypatch.setattr(hopper_forms, "holds_wide_tiles", lambda: held)
 
-    def wide(d: int = 256, dv: int = 256, **options: bool):
-        return choose_form(d, dv, 64, out_matches=True, **options)
+    def wide(d: int = 256, dv: int = 256, out_matches: bool = True, **options: bool):
+        return choose_form(d, dv, 64, out_matches=out_matches, **options)
 
     for form in (wide(), wide(want_max=True), wide(has_sink=True, want_max=True)):
-        assert (form.carries, form.at_once) == (held, held)
+        assert (form.carries, form.spools, form.at_once) == (held, True, False)
+    unlike = wide(out_matches=False)
+    assert (unlike.carries, unlike.spools, unlike.at_once) == (held, False, held)
+    assert not wide(accumulate=True).spools and not wide(128, 128).spools
+    assert not wide(has_softcap=True).spools and wide(192, 128, has_softcap=True).spools
     for option in ("cuts", "accumulate", "has_softcap"):
         assert not wide(**{option: True}).carries
     for dims in ((192, 192), (256, 192), (256, 128), (128, 256)):
@@ -84,8 +88,23 @@ def test_two_consumers_run_one_code_where_none_stops_for_the_other(monkeypatch, 
     for apart in (form(cuts=True), form(pack=8), form(256, 64), form(64, consumers=3)):
         assert not apart.one_code and apart.warps == 4
         assert apart.codes == apart.consumers and apart.arrivals == 4 * apart.consumers
-    assert form().places_at == 2 * (2 * 128 * 128 + 2 * 128 * 128 + 2 * 128 * 128)
-    assert form(64, 64).places_at == 2 * (2 * 128 * 64 + 3 * 64 * 64 + 3 * 64 * 64)
+
+
+@pytest.mark.parametrize(
+    ("dims", "bn", "queries_at", "places_at"),
+    [  # queries, keys, values and PLACES in KiB, as Triton laid them down
+        ((128, 128), 128, 0, 64 + 64 + 64),
+        ((64, 64), 64, 0, 32 + 24 + 24),
+        ((64, 128), 64, 48, 48 + 32 + 24),  # values are larger than queries
+        ((256, 256), 64, 0, 64 + 64 + 64),
+        ((192, 128), 64, 0, 64 + 64),  # PLACES, 34, are larger than values
+        ((64, 256), 64, 64 + 34, 64),
+    ],
+)
+def test_larger_arrays_are_laid_down_first(dims, bn, queries_at, places_at):
+    form = choose_form(*dims, bn, out_matches=True)
+    assert (form.queries_at, form.places_at) == (1024 * queries_at, 1024 * places_at)
+    assert form.places == (34 * 128 if form.spools else 2 * 128)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +121,8 @@ SET_UP = 'asm "@$0 mbarrier.init.shared::cta.b64 [$1], 1;"(i1 %1, ptr addrspace(
 BEFORE = "bar.sync \t0, 256;\nwgmma.mma_async.sync a;\n"
 
 
-def check_compiled(*places: str, ptx: str = BEFORE, **options) -> None:
-    form = choose_form(128, 128, 128, out_matches=True, **options)
+def check_compiled(*places: str, ptx: str = BEFORE, dims=(128, 128), bn=128, **options) -> None:
+    form = choose_form(*dims, bn, out_matches=True, **options)
     llir = "".join(SET_UP.format(place) for place in places)
     hopper_launch.check_compiled(form, SimpleNamespace(asm={"llir": llir, "ptx": ptx}))
 
@@ -125,6 +144,9 @@ def test_what_kernels_take_for_granted_is_looked_at():
         check_compiled(first, barriers, ptx=BEFORE + stop, cuts=True)  # four warps have it alone
     with pytest.raises(RuntimeError, match=r"no products.*nothing was launched"):
         check_compiled(first, barriers, ptx="no product is found in it")
+    check_compiled(at(49152), at(106496), dims=(64, 128), bn=64)
+    with pytest.raises(RuntimeError, match=r"queries and barriers at \[0, 106496\]"):
+        check_compiled(first, at(106496), dims=(64, 128), bn=64)
 
 
 def test_a_kernel_that_does_not_pass_is_not_launched():

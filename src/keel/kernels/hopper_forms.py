@@ -15,9 +15,10 @@ Q_FULL_AT, Q_EMPTY_AT, FIELDS_FULL_AT, FIELDS_EMPTY_AT, K_FULL_AT, V_FULL_AT = 0
 """Where barriers are in PLACES of `hopper_places`, each of 8 bytes; up to four stages."""
 TOPS_AT = 512
 """Where highest scores of rows are in it, in bytes."""
-PLACES = 64 + 192
-"""Of 8 bytes each: more than anything else is large that is not there for queries, keys or values,
-so that Triton lays it down next."""
+SPOOL_AT = 2048
+"""Where results are on their way out, if they are there at all."""
+SPOOL_OF_WARP = 4096
+"""Bytes: twice 16 rows of 64 columns."""
 
 
 class Constants:
@@ -49,6 +50,8 @@ class Form(Constants):
     """With two, the next queries come while a tile is worked on."""
     staged: bool = True
     """Results leave through shared memory, in the place of their queries, by TMA."""
+    spools: bool = False
+    """They have a place of their own there, for 64 columns of each warp at a time."""
     columns: int = 0
     """Of out, where fewer than dv."""
     consumers: int = 2
@@ -98,7 +101,7 @@ class Form(Constants):
     @property
     def sent_rows(self) -> int:
         """Of results, those that leave at once."""
-        return 16 if self.one_code else self.own_rows
+        return 16 if self.one_code or self.spools else self.own_rows
 
     @property
     def arrivals(self) -> int:
@@ -106,10 +109,29 @@ class Form(Constants):
         return self.warps * self.codes
 
     @property
+    def places(self) -> int:
+        """Size of PLACES, each of 8 bytes: more than anything else is large that is not there for
+        queries, keys or values."""
+        spool = self.consumers * 4 * SPOOL_OF_WARP if self.spools else 0
+        return (SPOOL_AT + spool) // 8
+
+    @property
+    def queries_at(self) -> int:
+        """Bytes of shared memory before queries: Triton lays larger arrays down first."""
+        return self._larger_than(2 * self.q_buffers * self.rows * self.d)
+
+    @property
     def places_at(self) -> int:
-        """Bytes of shared memory before PLACES: queries, keys and values."""
-        keys = self.stages * self.bn * (self.d + self.dv)
-        return 2 * (self.q_buffers * self.rows * self.d + keys)
+        """Bytes of shared memory before PLACES."""
+        return self._larger_than(8 * self.places)
+
+    def _larger_than(self, size: int) -> int:
+        """Bytes of all arrays of shared memory that are larger."""
+        values = (
+            self.q_buffers * self.rows * self.d,
+            *(self.stages * self.bn * x for x in (self.d, self.dv)),
+        )
+        return sum(x for x in (*(2 * n for n in values), 8 * self.places) if x > size)
 
     @property
     def tokens(self) -> int:
@@ -154,7 +176,7 @@ class Form(Constants):
     @property
     def at_once(self) -> bool:
         """Results are written as a whole, not by 64 columns."""
-        return self.staged or (self.q_buffers == 1 and self.carries)
+        return self.staged or (self.q_buffers == 1 and self.carries and not self.spools)
 
     @property
     def caps_top(self) -> bool:

@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from keel.kernels import hopper_forms
 from keel.kernels.flash_common import LOG2E
 from keel.kernels.hopper_common import (
     FIELDS,
@@ -66,7 +65,6 @@ from keel.kernels.hopper_sending import wait_until_sent
 
 # fmt: off
 
-PLACES = gl.constexpr(hopper_forms.PLACES)
 
 
 class Inputs(NamedTuple):
@@ -344,6 +342,7 @@ def consumer(code: gl.constexpr, cid, inputs, numbers, ring, form: gl.constexpr)
     if form.CARRIES:
         put_away(code, inputs, numbers, ring, form, True, old_row0, old_end, old_head, old_share,
                  (turn + 1) % form.Q_BUFFERS, acc, total, top2, raw_top, mine, o_l)
+    if form.CARRIES or form.SPOOLS:
         wait_until_sent(form)
 
 
@@ -383,7 +382,7 @@ def hopper_fwd_kernel(
     shares = None
     if FORM.CUTS:
         shares = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
-    places = gl.allocate_shared_memory(gl.int64, [PLACES, 1], barrier)
+    places = gl.allocate_shared_memory(gl.int64, [FORM.PLACES, 1], barrier)
     ring = Ring(
         q=gl.allocate_shared_memory(
             Q.dtype, [FORM.CODES * Q_BUFFERS, FORM.OWN_ROWS // PACK, PACK, FORM.D], Q.layout),

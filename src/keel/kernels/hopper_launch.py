@@ -125,6 +125,9 @@ def choose_form(
             f"turns go with two stages, and blocks of {bn} keys have {stages}: use 128"
         )
     staged = small and block_d == block_dv and out_matches and not options.get("accumulate")
+    spools = not small and out_matches and not options.get("accumulate")
+    if options.get("has_softcap") and block_d == block_dv == 256:
+        spools = False  # loops spill with Triton 3.6
     if skips is None:
         # elsewhere there are no registers for it: loops spill with Triton 3.6
         added = options.get("accumulate", False) and dv == block_dv
@@ -135,6 +138,7 @@ def choose_form(
         stages=stages,
         q_buffers=2 if small else 1,
         staged=staged,
+        spools=spools,
         columns=dv if dv < block_dv else 0,
         consumers=consumers,
         turns=small and stages == 2 if turns is None else turns,
@@ -294,7 +298,7 @@ def _prepare(
         "V": describing(v, (form.bn, form.dv)),
     }
     left_out: tuple[str, ...] = ("O",)
-    if form.staged:
+    if form.staged or form.spools:
         box = (form.sent_rows // form.pack, form.dv)
         streamed["O"], left_out = describing(out, box, form.pack), ()
     return Prepared(
@@ -321,7 +325,7 @@ def check_compiled(form: Form, compiled: Any) -> None:
     """Whether shared memory lies where `hopper_places` looks for it (its `set_up` tells) and, where
     two consumers run the same code, that no barrier stops all of their warps in a tile."""
     begun = re.findall(r"mbarrier\.init[^\n]*@global_smem(?:, i\d+ (\d+))?", compiled.asm["llir"])
-    found, expected = [int(place or 0) for place in begun], [0, form.places_at]
+    found, expected = [int(place or 0) for place in begun], [form.queries_at, form.places_at]
     _, products, behind = compiled.asm["ptx"].partition("wgmma.mma_async")
     problem = None
     if found != expected:

@@ -19,7 +19,7 @@ from keel.kernels.hopper_common import (
 from keel.kernels.hopper_meeting import meet
 from keel.kernels.hopper_places import Q_EMPTY, arrive_at, leave_tops
 from keel.kernels.hopper_rows import head_of, token_of
-from keel.kernels.hopper_sending import send_rows, stage_rows, unsent
+from keel.kernels.hopper_sending import send_rows, send_spooled, spool_rows, stage_rows, unsent
 
 # fmt: off
 
@@ -152,12 +152,13 @@ def write_out(code: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row
             weight = weight * (new_part / both)
             old_weight = old_part / both
         gl.store(lse_place, lse, mask=there)
-        write_columns(code, inputs, numbers, form, row0, row_end, head, acc, weight, old_weight)
+        write_columns(code, inputs, numbers, ring, form, row0, row_end, head, acc, weight,
+                      old_weight)
 
 
 @gluon.jit
-def write_columns(code: gl.constexpr, inputs, numbers, form: gl.constexpr, row0, row_end, head, acc,
-                  weight, old_weight):
+def write_columns(code: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, row0, row_end,
+                  head, acc, weight, old_weight):
     """out = acc · weight (+ out · old_weight), 64 columns at a time, which registers hold."""
     o_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[form.WARPS, 1], instr_shape=[16, HALF, 16])
@@ -177,7 +178,14 @@ def write_columns(code: gl.constexpr, inputs, numbers, form: gl.constexpr, row0,
             inside = inside & (first + dim < COLUMNS)[None, :]
         if form.ACCUMULATE:
             out += gl.load(place, mask=inside, other=0.0) * old_weight
-        gl.store(place, out.to(inputs.OUT.dtype.element_ty), mask=inside)
+        out = out.to(inputs.OUT.dtype.element_ty)
+        if form.SPOOLS:
+            spool_rows(ring, out, form, code, first)
+            send_spooled(ring, row0, row_end, head, form, code, first)
+            if row_end - row0 < form.ROWS:
+                gl.store(place, out, mask=inside & unsent(rows, row0, row_end)[:, None])
+        else:
+            gl.store(place, out, mask=inside)
 
 
 @gluon.jit

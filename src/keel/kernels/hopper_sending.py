@@ -7,10 +7,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from keel.kernels import hopper_forms
 from keel.kernels.hopper_common import HALF
 
 # fmt: off
 
+SPOOL_OF_WARP = gl.constexpr(hopper_forms.SPOOL_OF_WARP)
 OPERANDS = gl.constexpr(",".join(["=r"] * 32 + ["r"] * 48) + ",~{memory}")
 """Of 32 numbers of a thread: as many answers that mean nothing, as many times the same address, and
 the numbers, two in a register."""
@@ -97,6 +99,81 @@ def send_rows(ring, row0, row_end, head, buffer, form: gl.constexpr):
         }}""", "=r,r,r,r,r,~{memory}",
         [row0, row_end, head, ring.at + buffer * (form.ROWS * form.D * 2)],
         dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def spool_rows(ring, x, form: gl.constexpr, code: gl.constexpr, COLUMN: gl.constexpr):
+    """64 columns of a warp's 16 rows to a place of their own, when what was there has left: the
+    columns before the last ones or, of the first, all those of the tile before."""
+    AT: gl.constexpr = place_of(form, code, COLUMN)
+    SENT: gl.constexpr = 1 if COLUMN > 0 else 0
+    # not from %tid.x: where that is read, ptxas takes loops to go apart, and operands of products
+    # to be different in each thread
+    warp = gl.arange(0, form.OWN_ROWS, gl.SliceLayout(1, x.type.layout)) >> 4
+    place = gl.full(x.shape, ring.at, gl.int32, x.type.layout) + (warp * SPOOL_OF_WARP)[:, None]
+    gl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 lane, first, second, third, fourth;
+        mov.u32 lane, %laneid;
+        and.b32 first, lane, 15;
+        shl.b32 first, first, 7;
+        shr.u32 second, lane, 4;
+        and.b32 lane, lane, 7;
+        xor.b32 lane, lane, second;
+        shl.b32 lane, lane, 4;
+        or.b32 first, first, lane;
+        add.u32 first, first, $32;
+        xor.b32 second, first, 32;
+        xor.b32 third, first, 64;
+        xor.b32 fourth, first, 96;
+        cp.async.bulk.wait_group.read {SENT};
+        bar.warp.sync 0xffffffff;
+        stmatrix.sync.aligned.m8n8.x4.shared.b16 [first+{AT}], {{$64, $65, $66, $67}};
+        stmatrix.sync.aligned.m8n8.x4.shared.b16 [second+{AT}], {{$68, $69, $70, $71}};
+        stmatrix.sync.aligned.m8n8.x4.shared.b16 [third+{AT}], {{$72, $73, $74, $75}};
+        stmatrix.sync.aligned.m8n8.x4.shared.b16 [fourth+{AT}], {{$76, $77, $78, $79}};
+        mov.u32 $0, 0;
+        }}""", OPERANDS, [place, x], dtype=gl.int32, is_pure=False, pack=32)
+
+
+@gluon.jit
+def send_spooled(ring, row0, row_end, head, form: gl.constexpr, code: gl.constexpr,
+                 COLUMN: gl.constexpr):
+    """What `spool_rows` has left, if the tile has all 16 rows; others are `unsent`."""
+    AT: gl.constexpr = place_of(form, code, COLUMN)
+    SEND: gl.constexpr = "@mine cp.async.bulk.tensor.3d.global.shared::cta.bulk_group"
+    thread = gl.arange(0, 2 * form.OWN_ROWS, gl.BlockedLayout([1], [32], [form.WARPS], [0]))
+    warp = thread >> 5
+    gl.inline_asm_elementwise(
+        f"""{{
+        .reg .pred mine;
+        .reg .b32 lane, end, column, first;
+        .reg .b64 map;
+        mov.b32 first, hopper_fwd_kernel_param_0;
+        cvt.u64.u32 map, first;
+        cvta.param.u64 map, map;
+        add.u32 end, $1, 16;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 mine, lane, 0;
+        setp.le.and.s32 mine, end, $2, mine;
+        mov.u32 column, {COLUMN};
+        add.u32 first, $4, {AT};
+        fence.proxy.async.shared::cta;
+        bar.warp.sync 0xffffffff;
+        {SEND} [map, {{column, $3, $1}}], [first];
+        cp.async.bulk.commit_group;
+        mov.u32 $0, 0;
+        }}""", "=r,r,r,r,r,~{memory}",
+        [row0 + code * form.OWN_ROWS + warp * 16, row_end + warp * 0, head + warp * 0,
+         ring.at + warp * SPOOL_OF_WARP],
+        dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def place_of(form, code, column):
+    """Of columns that are spooled, those of a consumer's first warp; two places take turns."""
+    in_turn = column // 64 % 2 * (hopper_forms.SPOOL_OF_WARP // 2)
+    return form.places_at + hopper_forms.SPOOL_AT + 4 * code * hopper_forms.SPOOL_OF_WARP + in_turn
 
 
 @gluon.jit
