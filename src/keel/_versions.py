@@ -328,6 +328,15 @@ def holds_wide_tiles() -> bool:
 
 
 @functools.cache
+def keeps_addresses() -> bool:
+    """Whether the fullest loops of wide heads have a register left for an address: those of 3.7
+    spill for it; others keep less on the stack with it."""
+    import triton
+
+    return not triton.__version__.startswith("3.7.")
+
+
+@functools.cache
 def _triton_runtime() -> Any:
     from triton import knobs
 

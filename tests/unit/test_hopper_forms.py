@@ -74,6 +74,27 @@ def test_which_triton_holds_wide_tiles(monkeypatch, version, holds):
     assert _versions.holds_wide_tiles.__wrapped__() is holds
 
 
+@pytest.mark.parametrize(
+    ("version", "keeps"), [("3.6.0", True), ("3.7.1", False), ("3.8.0", True), ("3.9.0", True)]
+)
+def test_which_triton_keeps_addresses(monkeypatch, version, keeps):
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", version)
+    assert _versions.keeps_addresses.__wrapped__() is keeps
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_fullest_loops_make_addresses_anew_where_none_is_kept(monkeypatch, keeps):
+    monkeypatch.setattr(hopper_forms, "keeps_addresses", lambda: keeps)
+    options = {"has_softcap": True, "want_max": True, "cuts": True}
+    assert choose_form(256, 256, 64, out_matches=True, **options).seeks is not keeps
+    for option in options:
+        fewer = options | {option: False}
+        assert not choose_form(256, 256, 64, out_matches=True, **fewer).seeks
+    assert not choose_form(128, 128, 64, out_matches=True, **options).seeks
+
+
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_two_consumers_run_one_code_where_none_stops_for_the_other(monkeypatch, goes_on):
     monkeypatch.setattr(hopper_forms, "goes_on_after_products", lambda: goes_on)

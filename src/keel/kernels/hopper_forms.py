@@ -9,7 +9,12 @@ from typing import Any
 from triton.experimental.gluon import language as gl
 
 from keel import tile_records
-from keel._versions import goes_on_after_products, holds_wide_tiles, wastes_registers
+from keel._versions import (
+    goes_on_after_products,
+    holds_wide_tiles,
+    keeps_addresses,
+    wastes_registers,
+)
 
 Q_FULL_AT, Q_EMPTY_AT, FIELDS_FULL_AT, FIELDS_EMPTY_AT, K_FULL_AT, V_FULL_AT = 0, 2, 4, 6, 8, 12
 """Where barriers are in PLACES of `hopper_places`, each of 8 bytes; up to four stages."""
@@ -183,6 +188,12 @@ class Form(Constants):
         """The highest score behind softcap is made from the highest before it: one maximum of a
         block for two, but a longer way to it, which pays where heads are wide."""
         return self.has_softcap and self.want_max and self.q_buffers == 1
+
+    @property
+    def seeks(self) -> bool:
+        """The address of shared memory is made anew for each wait: no register is left for it."""
+        fullest = self.q_buffers == 1 and self.has_softcap and self.want_max and self.cuts
+        return fullest and not keeps_addresses()
 
     @property
     def late(self) -> bool:

@@ -47,6 +47,15 @@ def shared_place():
 
 
 @gluon.jit
+def place_in(ring, form: gl.constexpr):
+    """The same, or made anew where no register is left to keep it in."""
+    if form.SEEKS:
+        return shared_place()
+    else:
+        return ring.at
+
+
+@gluon.jit
 def warpgroup():
     """0 or 1, of eight warps. To Triton it is the same number in all of them, so a branch by it
     must not hold a barrier of Triton's."""
@@ -105,8 +114,8 @@ def wait_at(ring, FIRST: gl.constexpr, number, phase, form: gl.constexpr):
         mbarrier.try_wait.parity.shared::cta.b64 done, [$1+{AT}], $2;
         @!done bra.uni again;
         mov.u32 $0, 0;
-        }}""", "=r,r,r,~{memory}", [ring.at + number * 8, phase], dtype=gl.int32, is_pure=False,
-        pack=1)
+        }}""", "=r,r,r,~{memory}", [place_in(ring, form) + number * 8, phase],
+        dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -123,7 +132,8 @@ def arrive_at(ring, FIRST: gl.constexpr, number, form: gl.constexpr):
         bar.warp.sync 0xffffffff;
         @first mbarrier.arrive.shared::cta.b64 state, [$1+{AT}];
         mov.u32 $0, 0;
-        }}""", "=r,r,~{memory}", [ring.at + number * 8], dtype=gl.int32, is_pure=False, pack=1)
+        }}""", "=r,r,~{memory}", [place_in(ring, form) + number * 8],
+        dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
