@@ -18,6 +18,17 @@ OPERANDS = gl.constexpr(",".join(["=r"] * 32 + ["r"] * 48) + ",~{memory}")
 the numbers, two in a register."""
 
 
+@gluon.constexpr_function
+def stores(at):
+    """Of 64 columns of a warp's 16 rows, a quarter of them to each of four addresses."""
+    lines = (
+        f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [{place}+{at}], "
+        f"{{${64 + n}, ${65 + n}, ${66 + n}, ${67 + n}}};"
+        for n, place in zip(range(0, 16, 4), ("first", "second", "third", "fourth"), strict=True)
+    )
+    return " ".join(lines)
+
+
 @gluon.jit
 def stage_rows(ring, x, buffer, form: gl.constexpr, CHUNK: gl.constexpr):
     """64 columns of results to where the queries of their rows were, in the order of 128 bytes that
@@ -28,6 +39,7 @@ def stage_rows(ring, x, buffer, form: gl.constexpr, CHUNK: gl.constexpr):
     x = gl.convert_layout(x, layout)
     AT: gl.constexpr = CHUNK * form.ROWS * 128
     # barriers 7 and 8: below those of stages and turns, above Triton's own, which are 0 and 1 here
+    STORE: gl.constexpr = stores(AT)
     MEET: gl.constexpr = "bar.sync number, 128;" if CHUNK == 0 else ""
     place = gl.full(x.shape, ring.at + buffer * (form.ROWS * form.D * 2), gl.int32, layout)
     gl.inline_asm_elementwise(
@@ -54,10 +66,7 @@ def stage_rows(ring, x, buffer, form: gl.constexpr, CHUNK: gl.constexpr):
         add.u32 third, third, second;
         add.u32 second, second, lane;
         {MEET}
-        stmatrix.sync.aligned.m8n8.x4.shared.b16 [first+{AT}], {{$64, $65, $66, $67}};
-        stmatrix.sync.aligned.m8n8.x4.shared.b16 [second+{AT}], {{$68, $69, $70, $71}};
-        stmatrix.sync.aligned.m8n8.x4.shared.b16 [third+{AT}], {{$72, $73, $74, $75}};
-        stmatrix.sync.aligned.m8n8.x4.shared.b16 [fourth+{AT}], {{$76, $77, $78, $79}};
+        {STORE}
         mov.u32 $0, 0;
         }}""", OPERANDS, [place, x], dtype=gl.int32, is_pure=False, pack=32)
 
@@ -106,6 +115,7 @@ def spool_rows(ring, x, form: gl.constexpr, code: gl.constexpr, COLUMN: gl.const
     """64 columns of a warp's 16 rows to a place of their own, when what was there has left: the
     columns before the last ones or, of the first, all those of the tile before."""
     AT: gl.constexpr = place_of(form, code, COLUMN)
+    STORE: gl.constexpr = stores(AT)
     SENT: gl.constexpr = 1 if COLUMN > 0 else 0
     # not from %tid.x: where that is read, ptxas takes loops to go apart, and operands of products
     # to be different in each thread
@@ -128,10 +138,7 @@ def spool_rows(ring, x, form: gl.constexpr, code: gl.constexpr, COLUMN: gl.const
         xor.b32 fourth, first, 96;
         cp.async.bulk.wait_group.read {SENT};
         bar.warp.sync 0xffffffff;
-        stmatrix.sync.aligned.m8n8.x4.shared.b16 [first+{AT}], {{$64, $65, $66, $67}};
-        stmatrix.sync.aligned.m8n8.x4.shared.b16 [second+{AT}], {{$68, $69, $70, $71}};
-        stmatrix.sync.aligned.m8n8.x4.shared.b16 [third+{AT}], {{$72, $73, $74, $75}};
-        stmatrix.sync.aligned.m8n8.x4.shared.b16 [fourth+{AT}], {{$76, $77, $78, $79}};
+        {STORE}
         mov.u32 $0, 0;
         }}""", OPERANDS, [place, x], dtype=gl.int32, is_pure=False, pack=32)
 
