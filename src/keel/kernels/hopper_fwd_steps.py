@@ -142,7 +142,7 @@ def step(cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
     sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None]
     sums += gl.convert_layout(lane_sums(p), sums.type.layout)
     if form.Q_BUFFERS == 1 and form.CARRIES:
-        # sums too: else ptxas marks values as free 40 instructions later, 2 to 6 % slower
+        # sums too: else ptxas marks values as free 40 instructions later, 2 to 8 % slower
         acc, sums = warpgroup_mma_wait(0, [acc, sums])
     else:
         acc = warpgroup_mma_wait(0, [acc])
