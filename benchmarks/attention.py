@@ -44,14 +44,15 @@ from attention_peers import (
     why_not,
 )
 from attention_report import Row
-from timing import TimeBudget, append_csv, copy_rate, gemm_rate, heads, machine
+from timing import TimeBudget, append_csv, copy_rate, dims, gemm_rate, heads, machine
 
 RESULTS = Path(__file__).parent / "results"
 TIMINGS = ("graph", "eager")
 MAIN = ((64, 8, 128),)
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
-OTHERS = ((32, 32, 64), (64, 8, 64), (16, 16, 128), (16, 16, 256), (64, 8, 256))
-"""Other heads and head dims, of which a run without choices looks at three masks in one length."""
+OTHERS = ((32, 32, 64), (64, 8, 64), (16, 16, 128), (16, 16, 256), (64, 8, 256), (32, 32, 192, 128))
+"""Other heads and head dims, multi-latent ones last, of which a run without choices looks at three
+masks in one length."""
 OTHER_LENGTHS = (8192,)
 OTHER_MASKS = ("full", "causal", "vcausal")
 QUICK = {"cuda": (1024, 4096), "cpu": (256, 768)}
@@ -68,7 +69,9 @@ def cases(args: argparse.Namespace) -> list[Case]:
         shapes, lengths = MAIN, LENGTHS
     if args.dims or args.heads:
         shapes = tuple(
-            (hq, hk, d) for hq, hk in args.heads or ((64, 8),) for d in args.dims or (128,)
+            (hq, hk, *columns)
+            for hq, hk in args.heads or ((64, 8),)
+            for columns in args.dims or ((128,),)
         )
     grid = [
         (name, tokens, shape)
@@ -103,7 +106,7 @@ def chosen_rows(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
     wanted: tuple[tuple[Sequence | None, Callable[[Row], object]], ...] = (
         (args.masks, lambda r: r.mask),
         (args.lengths, lambda r: r.tokens),
-        (args.dims, lambda r: r.d),
+        (args.dims, lambda r: (r.d, r.dv) if r.dv else (r.d,)),
         (args.heads, lambda r: (r.hq, r.hk)),
         (args.passes, lambda r: r.direction),
         (args.timing, lambda r: r.timing),
@@ -217,7 +220,7 @@ def parser() -> argparse.ArgumentParser:
     many = functools.partial(made.add_argument, nargs="+")
     many("--masks", choices=list(MASKS), metavar="MASK", help=f"of {', '.join(MASKS)}; all")
     many("--lengths", "--seqlens", type=int, help=f"default: {' '.join(map(str, LENGTHS))}")
-    many("--dims", type=int, help="head dims; default: 128, and a few cells of 64 and 256")
+    many("--dims", type=dims, help="64, or 192/128; default: 128, and a few cells of 64 and 256")
     many("--heads", type=heads, help="query:key heads; default: 64:8, and a few cells of others")
     many("--passes", "--direction", choices=DIRECTIONS, help="default: both")
     made.add_argument("--forward", action="store_true", help="short for --passes forward")

@@ -37,21 +37,24 @@ class Case:
     hq: int
     hk: int
     d: int
+    dv: int = 0
+    """Of values, if not d."""
 
     def tensors(self, device: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """[q, k, v] and dout, all (tokens, heads, d), fresh for every cell."""
+        """[q, k, v] and dout, all (tokens, heads, d or dv), fresh for every cell."""
         make = functools.partial(torch.randn, device=device, dtype=dtype)
-        q, k, v, dout = (
-            make(self.problem.tokens, h, self.d) for h in (self.hq, self.hk, self.hk, self.hq)
-        )
+        d, dv = self.d, self.dv or self.d
+        shapes = ((self.hq, d), (self.hk, d), (self.hk, dv), (self.hq, dv))
+        q, k, v, dout = (make(self.problem.tokens, *shape) for shape in shapes)
         return [q, k, v], dout
 
     def flops(self, direction: str) -> int:
-        return self.problem.flops(direction, self.hq, self.d)
+        return self.problem.flops(direction, self.hq, self.d, self.dv)
 
     def __str__(self) -> str:
         p = self.problem
-        return f"{p.name} {p.tokens}, {self.hq}:{self.hk} heads, d {self.d}"
+        values = f"/{self.dv}" if self.dv else ""
+        return f"{p.name} {p.tokens}, {self.hq}:{self.hk} heads, d {self.d}{values}"
 
 
 @dataclass
@@ -123,7 +126,7 @@ class Bench:
         self, case: Case, provider: str, direction: str, timing: str, trial: Trial, cell: _Cell
     ) -> Row:
         p, flops = case.problem, case.flops(direction)
-        num_bytes = p.least_bytes(direction, case.hq, case.hk, case.d)
+        num_bytes = p.least_bytes(direction, case.hq, case.hk, case.d, case.dv)
         return Row(
             *(p.name, p.tokens, provider, direction, timing),
             ms=trial.ms,
@@ -147,7 +150,8 @@ class Bench:
 
     def _shape(self, case: Case) -> dict:
         dtype = str(self.dtype).removeprefix("torch.")
-        return {"hq": case.hq, "hk": case.hk, "d": case.d, "dtype": dtype, **self.about}
+        heads = {"hq": case.hq, "hk": case.hk, "d": case.d, "dv": case.dv}
+        return {**heads, "dtype": dtype, **self.about}
 
 
 @dataclass

@@ -67,17 +67,18 @@ class Problem:
             end[q0:q1] = np.minimum(k1, rows + hi + 1)
         return start, end
 
-    def flops(self, direction: str, hq: int, d: int) -> int:
-        """4 * area * hq * d forward, 2.5 times as many backward."""
-        return {"forward": 4, "backward": 10}[direction] * self.mask.area() * hq * d
+    def flops(self, direction: str, hq: int, d: int, dv: int = 0) -> int:
+        """4 * area * hq * d forward, 2.5 times as many backward; dv: of values, if not d."""
+        keys, values = {"forward": (1, 1), "backward": (3, 2)}[direction]
+        return 2 * (keys * d + values * (dv or d)) * self.mask.area() * hq
 
-    def least_bytes(self, direction: str, hq: int, hk: int, d: int) -> int:
+    def least_bytes(self, direction: str, hq: int, hk: int, d: int, dv: int = 0) -> int:
         """Of tensors of 16 bits that must move once, and the lse.
 
         Forward: q, k, v, out. Backward: q, k, v, out, dout, dq, dk, dv.
         """
-        each_side = {"forward": 2, "backward": 4}[direction]
-        return self.tokens * (each_side * (hq + hk) * d * 2 + hq * 4)
+        each_side = {"forward": 1, "backward": 2}[direction]
+        return self.tokens * (each_side * (hq + hk) * (d + (dv or d)) * 2 + hq * 4)
 
 
 def document_bounds(tokens: int, seed: int = 0) -> list[int]:

@@ -62,6 +62,8 @@ class Row:
     """Why there is no figure: a short word, mostly a colon and the reason."""
     cuda: str = ""
     command: str = ""
+    dv: int = 0
+    """Of values, where that is not d."""
 
     @property
     def ok(self) -> bool:
@@ -81,17 +83,20 @@ class Shape:
     hk: int
     d: int
     timing: str
+    dv: int = 0
 
     @staticmethod
     def of(row: Row) -> Shape:
-        return Shape(row.hq, row.hk, row.d, row.timing)
+        return Shape(row.hq, row.hk, row.d, row.timing, row.dv)
 
     def __str__(self) -> str:
-        return f"{self.hq}:{self.hk} heads, d {self.d}, {self.timing}"
+        values = f"/{self.dv}" if self.dv else ""
+        return f"{self.hq}:{self.hk} heads, d {self.d}{values}, {self.timing}"
 
     @property
     def file_name(self) -> str:
-        return f"attention-{self.hq}x{self.hk}-d{self.d}-{self.timing}.png"
+        values = f"x{self.dv}" if self.dv else ""
+        return f"attention-{self.hq}x{self.hk}-d{self.d}{values}-{self.timing}.png"
 
 
 def roofline(flops: float, num_bytes: float, gemm_tflops: float, copy_tbps: float) -> float:

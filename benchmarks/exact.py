@@ -36,7 +36,8 @@ class Exact:
         k, v = (x.detach()[:, key_head].double() for x in qkv[1:])
         start, end = (torch.from_numpy(x).to(q.device) for x in problem.row_ranges())
         scale = q.shape[2] ** -0.5
-        out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        out = q.new_zeros(*q.shape[:2], v.shape[1])
         top = q.new_full((group,), -torch.inf)
         step = max(1, SCORES_AT_ONCE // (group * problem.tokens))
         for first in range(0, problem.tokens, step):

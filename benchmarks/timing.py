@@ -34,6 +34,17 @@ def heads(text: str) -> tuple[int, int]:
     return hq, hk
 
 
+def dims(text: str) -> tuple[int, ...]:
+    """'128' -> (128,), of queries, keys and values; '192/128' -> (192, 128), of values the last."""
+    try:
+        found = tuple(map(int, text.split("/")))
+    except ValueError:
+        found = ()
+    if not 1 <= len(found) <= 2 or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"head dims are given as 128 or 192/128, got {text!r}")
+    return found if len(set(found)) == len(found) else found[:1]
+
+
 def hopper_needed(parser: argparse.ArgumentParser) -> None:
     """Ends a program for which this machine has no GPU."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from attention_masks import DIRECTIONS, MASKS
-from timing import Trial, capture, heads
+from timing import Trial, capture, dims, heads
 
 HERE = Path(__file__).parents[1]
 Cell = dict[str, Any]
@@ -95,9 +95,9 @@ def trial_of(cell: Cell) -> Trial:
     problem = MASKS[cell["mask"]](cell["tokens"])
     on_gpu = torch.cuda.is_available()
     kind = {"device": "cuda", "dtype": torch.bfloat16} if on_gpu else {}
-    shapes = [(cell["tokens"], h, cell["d"]) for h in (cell["hq"], cell["hk"], cell["hk"])]
-    qkv = [torch.randn(*shape, **kind) for shape in shapes]
-    dout = torch.randn_like(qkv[0])
+    tokens, hq, hk, d, dv = (cell[name] for name in ("tokens", "hq", "hk", "d", "dv"))
+    shapes = [(tokens, hq, d), (tokens, hk, d), (tokens, hk, dv), (tokens, hq, dv)]
+    *qkv, dout = (torch.randn(*shape, **kind) for shape in shapes)
 
     def attend(q, k, v):
         options = {"return_max_logits": True, **cell["options"]}
@@ -118,9 +118,9 @@ def cells(args: argparse.Namespace) -> Iterator[Cell]:
     if args.deterministic:
         options["deterministic"] = True
     grid = itertools.product(args.passes, args.masks, args.lengths, args.heads, args.dims)
-    for direction, mask, tokens, (hq, hk), d in grid:
+    for direction, mask, tokens, (hq, hk), (d, *other) in grid:
         cell = {"pass": direction, "mask": mask, "tokens": tokens, "hq": hq, "hk": hk, "d": d}
-        yield {**cell, "options": options}
+        yield {**cell, "dv": (*other, d)[0], "options": options}
 
 
 def in_turns(trees: Sequence[Tree], cell: Cell, rounds: int) -> list[list[float]]:
@@ -151,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
     many = functools.partial(made.add_argument, nargs="+")
     many("--masks", choices=list(MASKS), metavar="MASK", default=["full", "causal"])
     many("--lengths", type=int, default=[1024, 8192])
-    many("--dims", type=int, default=[128])
+    many("--dims", type=dims, default=[(128,)], help="64, or 192/128")
     many("--heads", type=heads, default=[(64, 8)], help="query:key heads")
     many("--passes", choices=DIRECTIONS, default=DIRECTIONS)
     made.add_argument("--softcap", type=float, default=0.0)
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         for cell in cells(args):
             found = in_turns(trees, cell, args.rounds)
-            name = "{pass:8} {mask:11} {tokens:6} {hq}:{hk} d{d}".format(**cell)
+            name = "{pass:8} {mask:11} {tokens:6} {hq}:{hk} d{d}/{dv}".format(**cell)
             times = " ".join(f"{statistics.median(x):9.4f}" for x in found)
             ratios = " ".join(f"{x:.3f}" for x in gains(found))
             print(f"{name}  ms {times}  this tree is faster by {ratios}", flush=True)

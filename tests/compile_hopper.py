@@ -80,6 +80,7 @@ def cuts() -> list[Form]:
         *(form(d, bn) for d in (64, 128, 256) for bn in block_ns(d, d, False)),
         *(form(d, 64, has_softcap=True, has_sink=True) for d in (128, 256)),
         form(128, 128, staged=False, accumulate=True),
+        choose_form(192, 128, 128, out_matches=True, want_max=True, cuts=True),
     ]
 
 
@@ -98,8 +99,8 @@ def three_consumers() -> list[Form]:
 
 def signature(form: Form) -> tuple[dict[str, str], dict, dict]:
     """(types, constants, alignments) of a call with contiguous bf16 tensors."""
-    rows = (form.own_rows // form.pack, form.pack)
-    boxes = {"Q": (*rows, form.d), "K": (form.bn, 1, form.d), "V": (form.bn, 1, form.dv)}
+    rows, columns = (form.own_rows // form.pack, form.pack), form.d // form.panels
+    boxes = {"Q": (*rows, columns), "K": (form.bn, 1, columns), "V": (form.bn, 1, form.dv)}
     if form.staged or form.spools:
         boxes["O"] = (form.sent_rows // form.pack, form.pack, form.dv)
     absent = {"O"} - boxes.keys() | ({"SINK"} if not form.has_sink else set())

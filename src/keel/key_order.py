@@ -135,7 +135,7 @@ def in_order(
     """
     which = documents(records)
     size, longest = _longest(which, tile_work)
-    section = np.array([_lanes_that_fill(n, lanes, sms) for n in size.tolist()])[which]
+    section = np.array([lanes_that_fill(n, lanes, sms) for n in size.tolist()])[which]
     tile, lane = (x.reshape(-1) for x in np.indices((len(which), lanes)))
     of_tile = (records.tiles[:, 0], -tile_work, which, -longest[which])
     key, less_work, document, shorter = (x[tile] for x in of_tile)
@@ -162,7 +162,7 @@ def _longest(which: Ints, tile_work: Floats) -> tuple[Ints, Floats]:
     return size, longest
 
 
-def _lanes_that_fill(tiles: int, lanes: int, sms: int) -> int:
+def lanes_that_fill(tiles: int, lanes: int, sms: int) -> int:
     """The least divisor of lanes with which a document of so many tiles fills the SMs, or all."""
     fits = (n for n in range(1, lanes + 1) if lanes % n == 0 and n * tiles >= FILLED * sms)
     return next(fits, lanes)

@@ -68,6 +68,7 @@ RUNS = [
     Run("forward d64", d=64),
     Run("forward d64 three consumers", "full", d=64, wide=True),
     Run("forward d192x128", d=192, dv=128),
+    Run("forward d192x128 whole", "full", d=192, dv=128),
     Run("forward d256", "full", d=256),
     Run("forward softcap sink", case={"softcap": 2.0, "sink": True}),
     Run("forward cut", "full", cut=True),

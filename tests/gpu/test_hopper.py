@@ -40,12 +40,13 @@ VARIANTS = [  # (d, dv), dtype, sink, softcap: each is compiled once, then sees 
     ((192, None), torch.float16, True, 0.0),
     ((64, 256), torch.bfloat16, False, 0.0),
     ((160, None), torch.bfloat16, False, 0.0),
+    ((80, None), torch.bfloat16, False, 0.0),
 ]
 
 
 @pytest.mark.parametrize("variant", range(len(VARIANTS)))
 def test_random_masks(variant):
-    """15 x 32 masks, forward and every gradient."""
+    """16 x 32 masks, forward and every gradient."""
     (d, dv), dtype, sink, softcap = VARIANTS[variant]
     for seed in range(32):
         rng = random.Random(1000 * variant + seed)
@@ -88,11 +89,12 @@ def test_many_tiles(mask):
     assert all(torch.equal(first[n], second[n]) for n in ("out", "lse", "max_logits"))
 
 
-@pytest.mark.parametrize("d", [192, 256])
-def test_many_tiles_of_wide_heads(d):
+@pytest.mark.parametrize(("d", "dv"), [(192, None), (192, 128), (256, None)])
+def test_many_tiles_of_wide_heads(d, dv):
     """Results go out by 64 columns of 16 rows, of which the last tile of a document has not all."""
     for mask in ("full", "causal", "window", "documents", "tiny"):
-        case = Case(mask=many_tiles(mask), hq=12, hk=3, d=d, dtype=torch.bfloat16, device="cuda")
+        sizes = {"hq": 12, "hk": 3, "d": d, "dv": dv}
+        case = Case(mask=many_tiles(mask), **sizes, dtype=torch.bfloat16, device="cuda")
         assert_right(case, backend="hopper")
         first, second = (run_case(case, backend="hopper", sm_margin=n) for n in (0, 125))
         assert all(torch.equal(first[n], second[n]) for n in ("out", "lse", "max_logits"))

@@ -68,7 +68,9 @@ def all_meetings_are_over() -> bool:
 @pytest.mark.parametrize("variant", range(len(CUT_VARIANTS)))
 def test_random_masks(variant, cut_calls):
     (d, dv), dtype, sink, softcap = CUT_VARIANTS[variant]
-    for seed in range(24):
+    for seed in range(96):
+        if seed >= 24 and len(cut_calls) > 8:  # of some kinds few of the first are cut
+            break
         rng = random.Random(5000 * variant + seed)
         hk = rng.choice([1, 2, 3])
         case = Case(

@@ -389,6 +389,52 @@ def test_splits_when_they_end_earlier():
     assert chosen(masks.full(256), 8) == 8  # 16 blocks of threads for 132 SMs
 
 
+LONG_AND_SHORT = masks.documents(
+    [0, 2048, 2500, 3100, 4000, 4300, 5900, 6100, 7000, 7400, 8192], causal=True
+)
+
+
+@pytest.mark.parametrize(
+    ("mask", "block_m", "section"),
+    [  # of causal ones the fastest of 1, 2, 4 .. 32 on an H200
+        (masks.causal(2048), 64, 8),
+        (masks.causal(4096), 64, 4),
+        (masks.causal(4096), 128, 4),
+        (masks.causal(8192), 64, 2),  # 4 to 32 are as fast; 1 leaves the longest tiles to the end
+        (masks.causal(8192), 128, 2),
+        (LONG_AND_SHORT, 64, 4),  # 2 fill the SMs
+        (masks.causal(131072), 64, 32),  # so many tiles that nobody looks for the best
+    ],
+)
+def test_heads_at_once_that_the_l2_holds(mask, block_m, section):
+    tile_work = key_records(mask, block_m).tile_work
+    assert hopper_bwd_launch.choose_section(tile_work, 32, 132) == section
+
+
+@interpreted
+@pytest.mark.parametrize("heads", [(6, 6), (6, 3)])
+@pytest.mark.parametrize("margin", [0, 1])
+@pytest.mark.parametrize("small", [False, True])
+def test_heads_in_sections(heads, margin, small, monkeypatch):
+    """Fewer at once where the L2 is too small for all of them, and none share their keys."""
+    monkeypatch.setattr(hopper_bwd_launch, "l2_bytes", lambda _: 1 << (10 if small else 40))
+    sections = []
+    choose = hopper_bwd_launch.choose_section
+    chosen = lambda *given: sections.append(choose(*given)) or sections[-1]  # noqa: E731
+    monkeypatch.setattr(hopper_bwd_launch, "choose_section", chosen)
+    mask, (hq, hk) = masks.causal(300), heads
+    torch.manual_seed(0)
+    q, dout = torch.randn(2, 300, hq, 64).half()
+    k, v = torch.randn(2, 300, hk, 64).half()
+    grads, expected, _ = filled(
+        *(dout, q, k, v, mask, Scoring(scale=0.125), monkeypatch), sm_margin=margin, splits=1
+    )
+    for ours, right in zip(grads, expected[:3], strict=True):
+        torch.testing.assert_close(ours.double(), right, rtol=2e-3, atol=2e-3)
+    assert len(sections) == (small and hq == hk)
+    assert all(6 % section == 0 and section < 6 for section in sections)
+
+
 SHORT_DOCUMENTS = masks.documents([*range(0, 2000, 200), *range(2000, 4097, 600)], causal=True)
 
 

@@ -52,6 +52,8 @@ def test_row_ranges_are_the_mask(name: str, tokens: int) -> None:
     area = int(dense.sum())
     assert problem.flops("forward", 64, 128) == 4 * area * 64 * 128
     assert problem.flops("backward", 64, 128) == 10 * area * 64 * 128
+    assert problem.flops("forward", 64, 192, 128) == 2 * area * 64 * (192 + 128)
+    assert problem.flops("backward", 64, 192, 128) == 2 * area * 64 * (3 * 192 + 2 * 128)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -107,6 +109,8 @@ def test_least_bytes() -> None:
     tensors = 1024 * 128 * 2 * (64 + 8 + 8 + 64)
     assert problem.least_bytes("forward", 64, 8, 128) == tensors + 1024 * 64 * 4
     assert problem.least_bytes("backward", 64, 8, 128) == 2 * tensors + 1024 * 64 * 4
+    tensors = 1024 * 2 * ((64 + 8) * 192 + (8 + 64) * 128)
+    assert problem.least_bytes("forward", 64, 8, 192, 128) == tensors + 1024 * 64 * 4
 
 
 def _tensors(tokens: int, hq: int, hk: int, d: int) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -144,6 +148,36 @@ def test_chunks_of_the_exact_reference_know_what_logits_have_on_top(monkeypatch)
     assert exact.error("forward", [out]) < 1e-9
     assert exact.error("backward", grads) < 1e-9
     torch.testing.assert_close(exact.max_logits, top[exact.q_heads].detach())
+
+
+def test_values_may_have_other_columns_than_keys(tmp_path: Path) -> None:
+    problem = MASKS["vcausal"](300)
+    case = attention_bench.Case(problem, 4, 2, 24, 8)
+    qkv, dout = case.tensors("cpu", torch.float32)
+    assert [x.shape[1:] for x in (*qkv, dout)] == [(4, 24), (2, 24), (2, 8), (4, 8)]
+    wide = [x.double().requires_grad_() for x in qkv]
+    out = reference.attention(*wide, problem.mask, Scoring(scale=24**-0.5))[0]
+    grads = torch.autograd.grad(out, wide, dout.double())
+    exact = Exact(problem, qkv, dout, key_head=1)
+    assert exact.error("forward", [out]) < 1e-9
+    assert exact.error("backward", grads) < 1e-9
+    assert str(case).endswith("4:2 heads, d 24/8")
+    rows = [_row("keel", 1.0), _row("keel", 1.0, d=192, dv=128), _row("keel", 1.0, d=192)]
+    shapes = [report.Shape.of(row) for row in rows]
+    assert len(set(shapes)) == len({shape.file_name for shape in shapes}) == 3
+    assert str(shapes[1]) == "64:8 heads, d 192/128, graph"
+    append_csv(rows, tmp_path / "attention.csv")
+    chosen = attention.parser().parse_args(["--dims", "192/128", "128/128"])
+    assert chosen.dims == [(192, 128), (128,)]
+    kept = attention.chosen_rows(report.read_rows(tmp_path / "attention.csv"), chosen)
+    assert [(row.d, row.dv) for row in kept] == [(128, 0), (192, 128)]
+
+
+@pytest.mark.parametrize("text", ["", "64/", "a", "64/32/16", "0", "64/-8"])
+def test_dims_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        attention.parser().parse_args(["--dims", text])
+    assert f"head dims are given as 128 or 192/128, got {text!r}" in capsys.readouterr().err
 
 
 def test_errors_are_seen() -> None:
@@ -440,7 +474,7 @@ def test_the_default_run_has_every_mask_length_head_dim_and_kind_of_heads() -> N
     found = attention.cases(attention.parser().parse_args([]))
     seen = {(c.problem.name, c.problem.tokens) for c in found if (c.hq, c.hk, c.d) == (64, 8, 128)}
     assert seen == {(name, tokens) for name in MASKS for tokens in attention.LENGTHS}
-    assert {c.d for c in found} == {64, 128, 256}
+    assert {(c.d, c.dv) for c in found} == {(64, 0), (128, 0), (256, 0), (192, 128)}
     assert {c.hq == c.hk for c in found} == {True, False}
     costs = [c.flops("forward") for c in found]
     assert costs == sorted(costs)

@@ -118,14 +118,45 @@ def test_two_consumers_run_one_code_where_none_stops_for_the_other(monkeypatch, 
         ((64, 64), 64, 0, 32 + 24 + 24),
         ((64, 128), 64, 48, 48 + 32 + 24),  # values are larger than queries
         ((256, 256), 64, 0, 64 + 64 + 64),
-        ((192, 128), 64, 0, 64 + 64),  # PLACES, 34, are larger than values
+        ((192, 128), 64, 0, 48 + 48),  # PLACES, 34, are larger than values
+        ((192, 128), 128, 96 + 64, 96 + 64 + 48),  # keys and values are larger than queries
         ((64, 256), 64, 64 + 34, 64),
     ],
 )
 def test_larger_arrays_are_laid_down_first(dims, bn, queries_at, places_at):
     form = choose_form(*dims, bn, out_matches=True)
     assert (form.queries_at, form.places_at) == (1024 * queries_at, 1024 * places_at)
-    assert form.places == (34 * 128 if form.spools else 2 * 128)
+    spooled = 0 if not form.spools else 16 if (dims, bn) == ((192, 128), 128) else 32
+    assert form.places == (2 + spooled) * 128
+
+
+@pytest.mark.parametrize(
+    ("d", "columns", "panels", "depth"),
+    [
+        *((64, 64, 1, 0), (65, 128, 1, 80), (80, 128, 1, 80), (88, 128, 1, 96), (96, 128, 1, 96)),
+        *((104, 128, 1, 0), (128, 128, 1, 0), (136, 192, 3, 0), (192, 192, 3, 0)),
+        *((200, 256, 1, 0), (256, 256, 1, 0)),
+    ],
+)
+def test_scores_are_made_of_few_columns_beyond_a_head(d, columns, panels, depth):
+    form = choose_form(d, 64, 64, out_matches=True)
+    assert (form.d, form.panels, form.depth) == (columns, panels, depth)
+    assert d <= (form.depth or form.d)
+
+
+def test_blocks_of_128_keys_where_shared_memory_holds_them():
+    both = [(64, 64), (128, 128), (96, 96), (192, 128), (136, 64), (64, 128), (192, 40)]
+    for dims in both:
+        assert hopper_launch.block_ns(*dims, False) == (64, 128)
+        assert hopper_launch.block_ns(*dims, True) == (64,)
+    for dims in ((192, 192), (200, 64), (256, 128), (128, 136), (64, 256), (256, 256)):
+        assert hopper_launch.block_ns(*dims, False) == (64,)
+    form = choose_form(192, 128, 128, out_matches=True)
+    assert form.turns and form.halves and form.skips and form.bits
+    small = choose_form(192, 128, 64, out_matches=True)
+    assert not (small.turns or small.halves or small.skips or small.bits)
+    assert not choose_form(256, 128, 64, out_matches=True).skips
+    assert not choose_form(192, 64, 128, out_matches=True).skips
 
 
 @pytest.mark.parametrize(
@@ -275,6 +306,35 @@ def test_three_consumers_where_they_have_registers(
     )
     made = given["prepare"]()
     assert made.hopper and made.arguments["FORM"].consumers == consumers
+
+
+@pytest.mark.parametrize(
+    ("mask", "d", "softcap", "held", "spools"),
+    [
+        (masks.full(8192), 256, 0.0, True, False),
+        (masks.causal(8192), 256, 0.0, True, False),
+        (masks.full(2048), 256, 0.0, True, True),
+        (masks.causal(4096), 256, 0.0, True, True),
+        (masks.sliding_window(32768, left=1024), 256, 0.0, True, True),
+        (masks.full(8192), 256, 0.0, False, True),  # what is not carried has no faster loop
+        (masks.full(8192), 192, 0.0, True, True),
+        (masks.full(8192), 256, 5.0, True, False),  # never
+    ],
+)
+def test_results_of_long_tiles_are_written_as_they_lie(monkeypatch, mask, d, softcap, held, spools):
+    monkeypatch.setattr(hopper_forms, "holds_wide_tiles", lambda: held)
+    monkeypatch.setattr(hopper_launch, "num_sms", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    q = torch.empty(1, 64, d, dtype=torch.bfloat16).expand(mask.tq, 64, d)
+    scoring = Scoring(scale=1.0, softcap=softcap)
+    tiles = hopper_launch._tiles_for(q, q, mask, scoring, None)
+    assert tiles.cut is None
+    out = torch.empty(mask.tq, 64, d, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr(hopper_launch, "describing", lambda x, *_: None)
+    made = hopper_launch._prepare(q, q, q, tiles, scoring, out, None, False, 0, None)
+    form = made.arguments["FORM"]
+    assert form.spools is spools and ("O" in made.left_out) is not spools
+    assert ("O" in made.streamed) is spools
 
 
 def test_another_ptxas_is_taken_while_a_kernel_compiles(monkeypatch):

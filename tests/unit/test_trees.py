@@ -52,7 +52,7 @@ def test_a_slower_tree_is_seen(tmp_path, capsys):
     shutil.copytree(trees.HERE / "src", tmp_path / "src")
     with (tmp_path / "src/keel/attention.py").open("a") as file:
         file.write(SLOWER)
-    cell = ["--masks", "causal", "--lengths", "64", "--heads", "1:1", "--dims", "16"]
+    cell = ["--masks", "causal", "--lengths", "64", "--heads", "1:1", "--dims", "16/8"]
     trees.main([str(tmp_path), *cell, "--passes", "forward", "--rounds", "1"])
     assert float(capsys.readouterr().out.split()[-1]) > 3
 

@@ -22,8 +22,10 @@ TOPS_AT = 512
 """Where highest scores of rows are in it, in bytes."""
 SPOOL_AT = 2048
 """Where results are on their way out, if they are there at all."""
-SPOOL_OF_WARP = 4096
-"""Bytes: twice 16 rows of 64 columns."""
+SPOOLED = 2048
+"""Bytes of 16 rows of 64 columns."""
+PANEL = 64
+"""Columns of a swizzle of 128 bytes."""
 
 
 class Constants:
@@ -46,7 +48,9 @@ class Form(Constants):
     """What a variant of the forward is compiled for."""
 
     d: int
+    """Columns of queries and keys in shared memory: 64, 128, 192 or 256."""
     dv: int
+    """Of values: a power of two."""
     bn: int
     """Keys of a block."""
     stages: int = 2
@@ -59,6 +63,8 @@ class Form(Constants):
     """They have a place of their own there, for 64 columns of each warp at a time."""
     columns: int = 0
     """Of out, where fewer than dv."""
+    depth: int = 0
+    """Columns that scores are made of, where fewer than d: the rest is zeros."""
     consumers: int = 2
     """Warpgroups of 64 rows: 2 or, for head dim 64, 3."""
     halves: bool = False
@@ -109,6 +115,16 @@ class Form(Constants):
         return 16 if self.one_code or self.spools else self.own_rows
 
     @property
+    def panels(self) -> int:
+        """Arrays that hold queries, or keys: 192 columns, which are no power of two, are three."""
+        return 1 if self.d & (self.d - 1) == 0 else self.d // PANEL
+
+    @property
+    def spool_of_warp(self) -> int:
+        """Bytes: room for 64 columns while others leave, where there is so much."""
+        return SPOOLED if self.panels > 1 and self.bn == 128 else 2 * SPOOLED
+
+    @property
     def arrivals(self) -> int:
         """Of consumers, at a barrier that the producer waits at."""
         return self.warps * self.codes
@@ -117,7 +133,7 @@ class Form(Constants):
     def places(self) -> int:
         """Size of PLACES, each of 8 bytes: more than anything else is large that is not there for
         queries, keys or values."""
-        spool = self.consumers * 4 * SPOOL_OF_WARP if self.spools else 0
+        spool = self.consumers * 4 * self.spool_of_warp if self.spools else 0
         return (SPOOL_AT + spool) // 8
 
     @property
@@ -150,7 +166,7 @@ class Form(Constants):
     @property
     def bits(self) -> bool:
         """Masks by bits, where there are registers for them: see `hide`."""
-        return self.consumers == 2 and not self.cuts and self.d + self.dv <= 256
+        return self.consumers == 2 and not self.cuts and (self.d + self.dv <= 256 or self.bn == 128)
 
     @property
     def least(self) -> bool:
@@ -158,7 +174,7 @@ class Form(Constants):
         `row_max`)."""
         if self.consumers == 3:
             return True
-        full = (self.d, self.dv, self.columns) == (256, 256, 0)
+        full = self.d > 128 and (self.dv, self.columns) == (256, 0)
         capped, added = self.has_softcap, self.accumulate
         # the one or the other is enough to spill with Triton 3.8, both are with 3.9
         return full and not self.cuts and (capped or (added and wastes_registers()))
@@ -174,7 +190,7 @@ class Form(Constants):
         registers, and is faster only where heads fill their blocks of 256 columns."""
         if self.q_buffers == 2:
             return True
-        full = (self.d, self.dv, self.columns) == (256, 256, 0)
+        full = self.d > 128 and (self.dv, self.columns) == (256, 0)
         plain = not (self.cuts or self.accumulate or self.has_softcap)
         return full and plain and holds_wide_tiles()
 
@@ -205,7 +221,7 @@ class Form(Constants):
         """The next tile is looked at when products are made, and fields of one are given back when
         it is put away: earlier, loops of Triton 3.6 spill. Heads that fill their blocks spill by it
         with 3.7."""
-        wide = (self.d, self.dv) == (256, 256)
+        wide = self.d > 128 and self.dv == 256
         return wide and self.has_softcap and self.want_max and self.cuts
 
     @property

@@ -19,7 +19,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -39,7 +38,9 @@ from keel.kernels.hopper_common import (
 from keel.kernels.hopper_fwd_steps import (
     add_values,
     as_operands,
+    panels_of,
     partial_step,
+    products,
     scores,
     scores_layout,
     step,
@@ -208,7 +209,6 @@ def consumer(code: gl.constexpr, cid, inputs, numbers, ring, form: gl.constexpr)
     if form.HAS_SOFTCAP:
         scale2 = numbers.scale * 0.0 + LOG2E
     mine = code * ROWS + gl.arange(0, ROWS, srow_l)
-    zero = gl.zeros([ROWS, BN], gl.float32, s_l)
     acc = gl.zeros([ROWS, form.DV], gl.float32, o_l)
     total = gl.zeros([ROWS], gl.float32, srow_l)
     top2 = gl.full([ROWS], float("-inf"), gl.float32, srow_l)
@@ -238,9 +238,8 @@ def consumer(code: gl.constexpr, cid, inputs, numbers, ring, form: gl.constexpr)
         wait_at(ring, Q_FULL, buffer, (turn >> (form.Q_BUFFERS - 1)) & 1, form)
         stage = stage_of(count, form)
         wait_at(ring, K_FULL, stage, phase_of(count, form), form)
-        q = ring.q.index(form.CODES * buffer + code).reshape([ROWS, form.D])
-        s = warpgroup_mma(q, ring.k.index(stage).reshape([BN, form.D]).permute((1, 0)), zero,
-                          use_acc=False, is_async=True)
+        q = panels_of(ring.q, form.CODES * buffer + code, ROWS, form)
+        s = products(q, panels_of(ring.k, stage, BN, form), 2, form)
         if form.Q_BUFFERS == 2:
             if turn > 0:
                 put_away(code, inputs, numbers, ring, form, False, old_row0, old_end, old_head,
@@ -377,6 +376,8 @@ def hopper_fwd_kernel(
     STAGES: gl.constexpr = FORM.STAGES
     CONSUMERS: gl.constexpr = FORM.CONSUMERS
     PACK: gl.constexpr = FORM.PACK
+    PANELS: gl.constexpr = FORM.PANELS
+    COLUMNS: gl.constexpr = FORM.D // PANELS
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     shares = None
@@ -385,8 +386,9 @@ def hopper_fwd_kernel(
     places = gl.allocate_shared_memory(gl.int64, [FORM.PLACES, 1], barrier)
     ring = Ring(
         q=gl.allocate_shared_memory(
-            Q.dtype, [FORM.CODES * Q_BUFFERS, FORM.OWN_ROWS // PACK, PACK, FORM.D], Q.layout),
-        k=gl.allocate_shared_memory(K.dtype, [STAGES, FORM.BN, 1, FORM.D], K.layout),
+            Q.dtype, [PANELS * FORM.CODES * Q_BUFFERS, FORM.OWN_ROWS // PACK, PACK, COLUMNS],
+            Q.layout),
+        k=gl.allocate_shared_memory(K.dtype, [PANELS * STAGES, FORM.BN, 1, COLUMNS], K.layout),
         v=gl.allocate_shared_memory(V.dtype, [STAGES, FORM.BN, 1, FORM.DV], V.layout),
         fields=gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], plain),
         shares=shares,

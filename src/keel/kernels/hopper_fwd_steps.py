@@ -46,6 +46,40 @@ def scores_layout(keys, form):
 
 
 @gluon.jit
+def panels_of(memory, number, ROWS: gl.constexpr, form: gl.constexpr):
+    """Queries or keys, number so-and-so of those in memory: as arrays of (ROWS, columns)."""
+    if form.PANELS == 1:
+        return (memory.index(number).reshape([ROWS, form.D]),)
+    else:
+        COLUMNS: gl.constexpr = form.D // form.PANELS
+        return (memory.index(number * 3).reshape([ROWS, COLUMNS]),
+                memory.index(number * 3 + 1).reshape([ROWS, COLUMNS]),
+                memory.index(number * 3 + 2).reshape([ROWS, COLUMNS]))
+
+
+@gluon.jit
+def products(q, k, WHICH: gl.constexpr, form: gl.constexpr):
+    """q kᵀ, under way, of the keys that `step` is to work on."""
+    KEYS: gl.constexpr = form.BN if WHICH == 2 else HALF
+    s = gl.zeros([form.OWN_ROWS, KEYS], gl.float32, scores_layout(KEYS, form))
+    for panel in gl.static_range(form.PANELS):
+        rows, keys = q[panel], k[panel]
+        if WHICH != 2:
+            keys = keys.slice(WHICH * HALF, HALF)
+        if form.DEPTH == 0:
+            s = warpgroup_mma(rows, keys.permute((1, 0)), s, use_acc=panel > 0, is_async=True)
+        else:
+            FIRST: gl.constexpr = form.D // 2
+            REST: gl.constexpr = form.DEPTH - FIRST
+            s = warpgroup_mma(rows.slice(0, FIRST, dim=1),
+                              keys.slice(0, FIRST, dim=1).permute((1, 0)), s, use_acc=False,
+                              is_async=True)
+            s = warpgroup_mma(rows.slice(FIRST, REST, dim=1),
+                              keys.slice(FIRST, REST, dim=1).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
 def scores(s, key, lo, hi, raw_top, numbers, form: gl.constexpr, MASKED: gl.constexpr):
     """Scores as they go into the softmax, and the highest before softcap where that is wanted."""
     if form.HAS_SOFTCAP:
@@ -116,13 +150,10 @@ def step(cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
     phase = phase_of(count, form)
     next_stage = stage_of(count + 1, form)
     next_phase = phase_of(count + 1, form)
-    k = ring.k.index(next_stage).reshape([form.BN, form.D])
-    if WHICH != 2:
-        k = k.slice(WHICH * HALF, HALF)
+    k = panels_of(ring.k, next_stage, form.BN, form)
     wait_at(ring, K_FULL, next_stage, next_phase, form)
     take_turn(cid, form)
-    s = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([form.OWN_ROWS, KEYS], gl.float32, s_l),
-                      use_acc=False, is_async=True)
+    s = products(q, k, WHICH, form)
     wait_at(ring, V_FULL, stage, phase, form)
     acc = add_values(ring, acc, probs, stage, form)
     pass_turn(cid, form)

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 GLUON = "triton.experimental.gluon.language.nvidia.hopper"
 
+LONG_TILE = 3584
+"""Keys of a tile, on average, that make up for it: on an H200, causal masks of 8k tokens (4,200)
+take equally long either way, full ones 4 % less (8k), or 5 % more (2k)."""
+
 
 def hopper_problem(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring
@@ -82,7 +86,8 @@ def _has_gluon() -> bool:
 
 def block_ns(d: int, dv: int, has_softcap: bool) -> tuple[int, ...]:
     """Keys of a block that registers and shared memory leave room for."""
-    return (64, 128) if block_of(d) + block_of(dv) <= 256 and not has_softcap else (64,)
+    fits = block_of(d) + block_of(dv) <= 256 or (d <= 192 and dv <= 128)
+    return (64, 128) if fits and not has_softcap else (64,)
 
 
 def choose_form(
@@ -131,17 +136,19 @@ def choose_form(
     if skips is None:
         # elsewhere there are no registers for it: loops spill with Triton 3.6
         added = options.get("accumulate", False) and dv == block_dv
-        can_hold = (staged or added) and (options.get("want_max", False) or not options.get("cuts"))
-        skips = can_hold and _can_skip(bn, block_d + block_dv, pack)
+        whole = options.get("want_max", False) or not options.get("cuts")
+        skips = (staged or spools or added) and whole and _can_skip(d, dv, bn, pack)
+    columns = 192 if 128 < d <= 192 else block_d  # see `Form.panels`
     return Form(
-        *(block_d, block_dv, bn),
+        *(columns, block_dv, bn),
         stages=stages,
         q_buffers=2 if small else 1,
         staged=staged,
         spools=spools,
         columns=dv if dv < block_dv else 0,
+        depth=depth_of(d),
         consumers=consumers,
-        turns=small and stages == 2 if turns is None else turns,
+        turns=(small or bn == 128) and stages == 2 if turns is None else turns,
         halves=(bn, consumers) == (128, 2) if halves is None else halves,
         skips=skips,
         pack=pack,
@@ -154,9 +161,19 @@ def can_pack(d: int, dv: int) -> bool:
     return block_of(d) + block_of(dv) <= 256
 
 
-def _can_skip(bn: int, columns: int, pack: int = 1) -> bool:
+def _can_skip(d: int, dv: int, bn: int, pack: int = 1) -> bool:
     """Few tokens share a tile where heads are packed: both consumers need about the same keys."""
-    return columns == 256 and pack == 1 and bn in (64, 128)
+    large = block_of(d) + block_of(dv) == 256 or (d > 128 and dv > 64 and bn == 128)
+    return large and pack == 1 and bn in block_ns(d, dv, False)
+
+
+def depth_of(d: int) -> int:
+    """Columns of a block of 128 that hold all of a head, the first half and a power of two more: 80
+    or 96; 0 where that is all of them, or blocks are others."""
+    if d <= 64:
+        return 0
+    depth = 64 + max(16, triton.next_power_of_2(d - 64))
+    return depth if depth < 128 else 0
 
 
 def block_of(dim: int) -> int:
@@ -226,10 +243,16 @@ def _tiles_for(
         *(mask, block_ns(d, dv, softcap) if form is None else (form.bn,), heads),
         group=heads // kv_heads if can_pack(d, dv) else 1,
         sms=num_sms(q.device),
-        skips=_can_skip(128, columns) if form is None else form.skips,
+        skips=_can_skip(d, dv, 128) if form is None else form.skips,
         can_be_wide=form is None and columns == 128 and not softcap and three_fit,
         pack=None if form is None else form.pack,
     )
+
+
+def has_long_tiles(records: TileRecords) -> bool:
+    """Whether results that are carried, of 256 columns, are written as they lie: that takes longer,
+    but the loops of such kernels are faster."""
+    return records.work.total * records.block_n > LONG_TILE * records.work.tiles
 
 
 def _matches(out: torch.Tensor, q: torch.Tensor) -> bool:
@@ -283,6 +306,8 @@ def _prepare(
             cuts=cut is not None,
             pack=tiles.pack,
         )
+        if form.q_buffers == 1 and form.carries and has_long_tiles(records):
+            form = dataclasses.replace(form, spools=False)
     elif cut is None:
         form = dataclasses.replace(form, cuts=False)
     heads = hq // form.pack  # of work: those of keys, if packed
@@ -293,8 +318,8 @@ def _prepare(
     if cut is None:
         section = section_heads(heads, hk, tk * (d + dv) * k.element_size(), records.work, q.device)
     streamed = {
-        "Q": describing(q, (form.own_rows // form.pack, form.d), form.pack),
-        "K": describing(k, (form.bn, form.d)),
+        "Q": describing(q, (form.own_rows // form.pack, form.d // form.panels), form.pack),
+        "K": describing(k, (form.bn, form.d // form.panels)),
         "V": describing(v, (form.bn, form.dv)),
     }
     left_out: tuple[str, ...] = ("O",)

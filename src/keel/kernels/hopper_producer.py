@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from keel._versions import tma_load
+from keel.kernels import hopper_forms
 from keel.kernels.hopper_common import (
     FIELDS,
     as_logits,
@@ -32,6 +33,7 @@ from keel.kernels.hopper_rows import raise_group
 
 # fmt: off
 
+PANEL = gl.constexpr(hopper_forms.PANEL)
 K_FREE = gl.constexpr(9)
 V_FREE = gl.constexpr(12)
 """First named barriers of the stages of keys and of values; Triton itself uses those up to 8."""
@@ -81,8 +83,9 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
         queries_came = one_of(ring, Q_FULL, buffer)
         mbarrier.expect(queries_came, form.ROWS * form.D * 2)
         for part in gl.static_range(form.CODES):
-            tma_load(inputs.q, [row0 + part * (form.OWN_ROWS // form.PACK), head * form.PACK, 0],
-                     queries_came, ring.q.index(form.CODES * buffer + part))
+            row = row0 + part * (form.OWN_ROWS // form.PACK)
+            bring(inputs.q, row, head * form.PACK, queries_came, ring.q,
+                  form.CODES * buffer + part, form)
         if form.TOPS:  # of the tile that had this buffer; now there is time, keys have to wait
             if turn > 1:
                 raise_tops(inputs, ring, form, turn - 2, older_head)
@@ -98,7 +101,7 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
                     wait_for(K_FREE + stage, form.CONSUMERS)
                 keys_came = one_of(ring, K_FULL, stage)
                 mbarrier.expect(keys_came, form.BN * form.D * 2)
-                tma_load(inputs.k, [key, kv_head, 0], keys_came, ring.k.index(stage))
+                bring(inputs.k, key, kv_head, keys_came, ring.k, stage, form)
                 if count >= form.STAGES:
                     wait_for(V_FREE + stage, form.CONSUMERS)
                 values_came = one_of(ring, V_FULL, stage)
@@ -127,6 +130,14 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
             raise_tops(inputs, ring, form, turn - 2, older_head)
         wait_until_put_away(ring, turn - 1, form)
         raise_tops(inputs, ring, form, turn - 1, old_head)
+
+
+@gluon.jit
+def bring(described, row, head, came, memory, number, form: gl.constexpr):
+    """Queries or keys to place `number` of them; what they are made of is in `panels_of`."""
+    for panel in gl.static_range(form.PANELS):
+        tma_load(described, [row, head, panel * PANEL], came,
+                 memory.index(number * form.PANELS + panel))
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from keel.kernels.hopper_common import HALF
 
 # fmt: off
 
-SPOOL_OF_WARP = gl.constexpr(hopper_forms.SPOOL_OF_WARP)
+SPOOLED = gl.constexpr(hopper_forms.SPOOLED)
 OPERANDS = gl.constexpr(",".join(["=r"] * 32 + ["r"] * 48) + ",~{memory}")
 """Of 32 numbers of a thread: as many answers that mean nothing, as many times the same address, and
 the numbers, two in a register."""
@@ -116,11 +116,12 @@ def spool_rows(ring, x, form: gl.constexpr, code: gl.constexpr, COLUMN: gl.const
     columns before the last ones or, of the first, all those of the tile before."""
     AT: gl.constexpr = place_of(form, code, COLUMN)
     STORE: gl.constexpr = stores(AT)
-    SENT: gl.constexpr = 1 if COLUMN > 0 else 0
+    SENT: gl.constexpr = 1 if COLUMN > 0 and form.SPOOL_OF_WARP > SPOOLED else 0
     # not from %tid.x: where that is read, ptxas takes loops to go apart, and operands of products
     # to be different in each thread
     warp = gl.arange(0, form.OWN_ROWS, gl.SliceLayout(1, x.type.layout)) >> 4
-    place = gl.full(x.shape, ring.at, gl.int32, x.type.layout) + (warp * SPOOL_OF_WARP)[:, None]
+    place = gl.full(x.shape, ring.at, gl.int32, x.type.layout)
+    place += (warp * form.SPOOL_OF_WARP)[:, None]
     gl.inline_asm_elementwise(
         f"""{{
         .reg .b32 lane, first, second, third, fourth;
@@ -172,15 +173,15 @@ def send_spooled(ring, row0, row_end, head, form: gl.constexpr, code: gl.constex
         mov.u32 $0, 0;
         }}""", "=r,r,r,r,r,~{memory}",
         [row0 + code * form.OWN_ROWS + warp * 16, row_end + warp * 0, head + warp * 0,
-         ring.at + warp * SPOOL_OF_WARP],
+         ring.at + warp * form.SPOOL_OF_WARP],
         dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
 def place_of(form, code, column):
     """Of columns that are spooled, those of a consumer's first warp; two places take turns."""
-    in_turn = column // 64 % 2 * (hopper_forms.SPOOL_OF_WARP // 2)
-    return form.places_at + hopper_forms.SPOOL_AT + 4 * code * hopper_forms.SPOOL_OF_WARP + in_turn
+    in_turn = column // 64 * hopper_forms.SPOOLED % form.spool_of_warp
+    return form.places_at + hopper_forms.SPOOL_AT + 4 * code * form.spool_of_warp + in_turn
 
 
 @gluon.jit
