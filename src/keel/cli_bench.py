@@ -33,7 +33,7 @@ def bench(
     ] = False,
     masks: Annotated[str | None, typer.Option(help=f"Of attention: {','.join(MASKS)}.")] = None,
     lengths: Annotated[str | None, typer.Option(help="Of attention: 1024,8192.")] = None,
-    dims: Annotated[str | None, typer.Option(help="Head dims of attention: 64,128.")] = None,
+    dims: Annotated[str | None, typer.Option(help="Head dims of attention: 64,192/128.")] = None,
     heads: Annotated[str | None, typer.Option(help="Of attention: 64:8,32:32.")] = None,
     passes: Annotated[str | None, typer.Option(help="Of attention: forward,backward.")] = None,
     peers: Annotated[
@@ -137,9 +137,10 @@ def _attention_options(
     ):
         if given is not None:
             options += [option, *_known(option, given, known)]
-    for option, given in (("--lengths", lengths), ("--dims", dims)):
-        if given is not None:
-            options += [option, *_numbers(option, given)]
+    if lengths is not None:
+        options += ["--lengths", *_numbers("--lengths", lengths, "64,128")]
+    if dims is not None:
+        options += ["--dims", *_numbers("--dims", dims, "64,192/128", together=2)]
     if heads is not None:
         options += ["--heads", *_heads(heads)]
     if fa3 is not None:
@@ -159,11 +160,13 @@ def _known(option: str, text: str, known: tuple[str, ...]) -> list[str]:
     return names
 
 
-def _numbers(option: str, text: str) -> list[str]:
+def _numbers(option: str, text: str, example: str, together: int = 1) -> list[str]:
+    """together: how many may stand for one, as 192/128."""
     numbers = text.split(",")
     for number in numbers:
-        if not number.isdigit() or int(number) < 1:
-            raise typer.BadParameter(f"{option} wants numbers such as 64,128, got {text!r}")
+        parts = number.split("/")
+        if len(parts) > together or not all(x.isdigit() and int(x) > 0 for x in parts):
+            raise typer.BadParameter(f"{option} wants numbers such as {example}, got {text!r}")
     return numbers
 
 

@@ -231,7 +231,10 @@ def test_peers_are_found_or_missing_with_a_reason(
         (("--quick", "--peers", "fa9"), "--peers has 'fa9': one of fa3, fa3-loop"),
         (("--quick", "--passes", "sideways"), "one of forward, backward"),
         (("--quick", "--lengths", "1k"), "--lengths wants numbers such as 64,128, got '1k'"),
-        (("--quick", "--dims", "0"), "--dims wants numbers"),
+        (("--quick", "--lengths", "64/32"), "--lengths wants numbers such as 64,128, got '64/32'"),
+        (("--quick", "--dims", "0"), "--dims wants numbers such as 64,192/128, got '0'"),
+        (("--quick", "--dims", "64/32/16"), "--dims wants numbers such as 64,192/128"),
+        (("--quick", "--dims", "64/"), "--dims wants numbers such as 64,192/128"),
         (("--quick", "--heads", "6:4"), "such as 64:8, the first a multiple of the second"),
         (("--quick", "--fa3", "nowhere"), "wants a folder with fa3_peer.py, and nowhere has none"),
         (("balance", "--masks", "full"), "--masks is for attention, which is not to run"),
@@ -247,9 +250,10 @@ def test_bench_refuses(arguments: tuple[str, ...], words: str, tmp_path: Path) -
 def test_options_become_arguments_of_the_program(tmp_path: Path) -> None:
     (tmp_path / "fa3_peer.py").write_text("")
     options = cli_bench._attention_options(
-        "full,swa", "1024", "64,128", "32:32,64:8", "backward", "none", tmp_path, 90.0
+        "full,swa", "1024", "64,192/128", "32:32,64:8", "backward", "none", tmp_path, 90.0
     )
     args = attention.checked(attention.parser().parse_args(options))
-    assert (args.masks, args.lengths, args.dims) == (["full", "swa"], [1024], [64, 128])
+    assert (args.masks, args.lengths) == (["full", "swa"], [1024])
+    assert args.dims == [(64,), (192, 128)]
     assert (args.heads, args.passes, args.peers) == ([(32, 32), (64, 8)], ["backward"], [])
     assert (args.fa3, args.seconds) == (tmp_path, 90.0)
