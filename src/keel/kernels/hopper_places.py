@@ -92,7 +92,7 @@ def _set_up(form):
 @gluon.jit
 def set_up(ring, form: gl.constexpr):
     """All of PLACES. Triton would stop all threads between two of them, so it has to do with two:
-    the first, and the first number of the queries for once, for `check_one_code` to see both."""
+    the first, and the first number of the queries for once, for `check_compiled` to see both."""
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     size: gl.constexpr = form.Q_BUFFERS * form.ROWS * form.D // 4
     begin = reinterpreted(ring.q, gl.int64, [size, 1], barrier)
