@@ -51,6 +51,8 @@ class Run:
     """Heads take turns in the backward."""
     parts: bool = False
     """dk and dv are made in parts, of a query head each."""
+    long: bool = False
+    """Tiles count as long."""
 
     @property
     def kind(self) -> tuple[bool, bool, bool]:
@@ -70,6 +72,7 @@ RUNS = [
     Run("forward d192x128", d=192, dv=128),
     Run("forward d192x128 whole", "full", d=192, dv=128),
     Run("forward d256", "full", d=256),
+    Run("forward d256 long tiles", "full", d=256, long=True),
     Run("forward softcap sink", case={"softcap": 2.0, "sink": True}),
     Run("forward cut", "full", cut=True),
     Run("forward cut d64", d=64, cut=True),
@@ -112,6 +115,7 @@ def chosen_tiles(run: Run) -> Iterator[list[hopper_tiles.Tiles]]:
         (direct, "_known", direct.KnownCalls()),
         (launch, "_recipes", {}),
         (hopper_launch, "tiles_for", noted),
+        (hopper_launch, "has_long_tiles", lambda _: run.long),
     ]
     if run.cut or run.pack:
         patches.append((tile_parts, "choose_cuts", counts))

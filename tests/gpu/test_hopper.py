@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -89,15 +90,24 @@ def test_many_tiles(mask):
     assert all(torch.equal(first[n], second[n]) for n in ("out", "lse", "max_logits"))
 
 
-@pytest.mark.parametrize(("d", "dv"), [(192, None), (192, 128), (256, None)])
-def test_many_tiles_of_wide_heads(d, dv):
-    """Results go out by 64 columns of 16 rows, of which the last tile of a document has not all."""
+@pytest.mark.parametrize(
+    ("d", "dv", "are_long"),
+    [(192, None, False), (192, 128, False), (256, None, False), (256, None, True)],
+)
+def test_many_tiles_of_wide_heads(monkeypatch, d, dv, are_long):
+    """Results go out by 64 columns of 16 rows, of which the last tile of a document has not all;
+    or as they lie, as those of long tiles do."""
+    asked = mock.Mock(return_value=are_long)
+    monkeypatch.setattr(direct, "_known", direct.KnownCalls())
+    monkeypatch.setattr(launch, "_recipes", {})
+    monkeypatch.setattr(hopper_launch, "has_long_tiles", asked)
     for mask in ("full", "causal", "window", "documents", "tiny"):
         sizes = {"hq": 12, "hk": 3, "d": d, "dv": dv}
         case = Case(mask=many_tiles(mask), **sizes, dtype=torch.bfloat16, device="cuda")
         assert_right(case, backend="hopper")
         first, second = (run_case(case, backend="hopper", sm_margin=n) for n in (0, 125))
         assert all(torch.equal(first[n], second[n]) for n in ("out", "lse", "max_logits"))
+    assert asked.called == (d == 256)
 
 
 @pytest.fixture

@@ -308,6 +308,36 @@ def test_three_consumers_where_they_have_registers(
     assert made.hopper and made.arguments["FORM"].consumers == consumers
 
 
+@pytest.mark.parametrize(
+    ("mask", "d", "softcap", "held", "spools"),
+    [
+        (masks.full(8192), 256, 0.0, True, False),
+        (masks.causal(16384), 256, 0.0, True, False),
+        (masks.full(2048), 256, 0.0, True, True),
+        (masks.full(4096), 256, 0.0, True, True),
+        (masks.causal(8192), 256, 0.0, True, True),
+        (masks.sliding_window(32768, left=1024), 256, 0.0, True, True),
+        (masks.full(8192), 256, 0.0, False, True),  # what is not carried has no faster loop
+        (masks.full(8192), 192, 0.0, True, True),
+        (masks.full(8192), 256, 5.0, True, False),  # never
+    ],
+)
+def test_results_of_long_tiles_are_written_as_they_lie(monkeypatch, mask, d, softcap, held, spools):
+    monkeypatch.setattr(hopper_forms, "holds_wide_tiles", lambda: held)
+    monkeypatch.setattr(hopper_launch, "num_sms", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    q = torch.empty(1, 64, d, dtype=torch.bfloat16).expand(mask.tq, 64, d)
+    scoring = Scoring(scale=1.0, softcap=softcap)
+    tiles = hopper_launch._tiles_for(q, q, mask, scoring, None)
+    assert tiles.cut is None
+    out = torch.empty(mask.tq, 64, d, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr(hopper_launch, "describing", lambda x, *_: None)
+    made = hopper_launch._prepare(q, q, q, tiles, scoring, out, None, False, 0, None)
+    form = made.arguments["FORM"]
+    assert form.spools is spools and ("O" in made.left_out) is not spools
+    assert ("O" in made.streamed) is spools
+
+
 def test_another_ptxas_is_taken_while_a_kernel_compiles(monkeypatch):
     usual, key = knobs.nvidia.ptxas_blackwell.path, "TRITON_PTXAS_BLACKWELL_PATH"
     other = knobs.nvidia.ptxas.path

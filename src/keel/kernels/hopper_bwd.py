@@ -325,8 +325,7 @@ def put_away(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work,
             tma_store(inputs.dv, [first, tile.lane, 0], ring.v.index(mine))
             # with the same coordinates, ptxas would change one operand for this store, and keep
             # what was there before on the stack
-            column = 0 if form.READS_AHEAD else zero
-            tma_store(inputs.dk, [first, tile.lane, column], ring.k.index(mine))
+            tma_store(inputs.dk, [first, tile.lane, zero], ring.k.index(mine))
         else:
             write_directly(cid, inputs, numbers, form, tile, dk, dv)
     else:
@@ -349,7 +348,6 @@ def go_by_heads(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, ti
         if form.READS_AHEAD:
             row = gl.load(inputs.RUNS + run * 4)
             end = gl.load(inputs.RUNS + run * 4 + 1)
-            lo, hi = bounds(inputs, form, tile.split, mine)
         while run < tile.last:  # not a loop for each kind of run: see the forward
             if form.READS_AHEAD:
                 next_row = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
@@ -365,19 +363,13 @@ def go_by_heads(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, ti
                     row += form.BM
                     count += 1
             else:
-                if form.READS_AHEAD:
-                    next_lo, next_hi = bounds(inputs, form, run + 1, mine)
-                else:
-                    lo, hi = bounds(inputs, form, run, mine)
-                    touch_bounds(inputs, form, run + 1, mine)
+                lo, hi = bounds(inputs, form, run, mine)
+                touch_bounds(inputs, form, run + 1, mine)
                 while row < end:
                     dk, dv = step(cid, inputs, numbers, ring, form, dk, dv, count, row, head, lo,
                                   hi, key, alibi, True, s_l, a_l)
                     row += form.BM
                     count += 1
-                if form.READS_AHEAD:
-                    lo = next_lo
-                    hi = next_hi
             if form.READS_AHEAD:
                 row = next_row
                 end = next_end

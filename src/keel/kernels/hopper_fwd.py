@@ -339,8 +339,11 @@ def consumer(code: gl.constexpr, cid, inputs, numbers, ring, form: gl.constexpr)
     if cid == 0:
         take_turn(cid, form)  # the last one nobody else takes
     if form.CARRIES:
-        put_away(code, inputs, numbers, ring, form, True, old_row0, old_end, old_head, old_share,
-                 (turn + 1) % form.Q_BUFFERS, acc, total, top2, raw_top, mine, o_l)
+        # there has always been one; but ptxas, if not told so, keeps numbers for this on the stack
+        one_is_left = turn > 0 if form.PACK > 1 else True
+        if one_is_left:
+            put_away(code, inputs, numbers, ring, form, True, old_row0, old_end, old_head,
+                     old_share, (turn + 1) % form.Q_BUFFERS, acc, total, top2, raw_top, mine, o_l)
     if form.CARRIES or form.SPOOLS:
         wait_until_sent(form)
 
