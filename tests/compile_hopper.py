@@ -39,7 +39,11 @@ def forms(which: str) -> list[Form]:
         added = not wastes_registers()
         options = {"want_max": True, "has_softcap": True, "accumulate": added}
         wide = choose_form(256, 256, 64, out_matches=not added, **options)
-        return [wide, *three_consumers()[1::2], cuts()[3], packed()[2]]
+        # had something on the stack outside of loops with 3.6
+        options = {"out_matches": True, "want_max": True}
+        met = choose_form(256, 256, 64, has_softcap=added, cuts=True, **options)
+        sink = choose_form(128, 128, 128, has_sink=True, pack=8, **options)
+        return [wide, *three_consumers()[1::2], cuts()[3], packed()[2], met, sink]
     plain = [
         choose_form(d, dv, bn, out_matches=True, want_max=True)
         for d, dv in ((64, 64), (128, 128), (64, 128), (192, 128), (256, 256), (64, 256))

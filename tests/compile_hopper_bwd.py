@@ -170,7 +170,6 @@ def main() -> None:
         compiled = compile_variant(variant)
         line = {"form": type(variant.form).__name__} | dataclasses.asdict(variant.form)
         line |= {k: v for k, v in variant._asdict().items() if k != "form"}
-        line["reads_ahead"] = getattr(variant.form, "reads_ahead", False)
         line["triton"] = triton.__version__
         line |= resources(compiled)
         loops = loops_of(compiled)

@@ -31,6 +31,8 @@ def forward_forms() -> Iterator[Form]:
         for bn, cuts in product(block_ns(*dims, softcap), BOTH):
             scores = {"has_softcap": softcap, "has_sink": sink}
             for want_max, results in product(BOTH, ("staged", "unlike q", "accumulated")):
+                if wastes_registers() and cuts and softcap and want_max and min(dims) > 192:
+                    continue  # is not cut
                 options: dict[str, Any] = {
                     **scores,
                     **{"want_max": want_max, "accumulate": results == "accumulated"},

@@ -303,7 +303,8 @@ def _other_ptxas() -> tuple[str, dict[str, Any]] | None:
 def wastes_registers() -> bool:
     """Whether this Triton makes code of the Hopper forward that takes more registers than others'.
     That of 3.8 spills in loops: with three consumers where results do not leave through shared
-    memory, and with 256 columns where scores are capped or results are added to what is there."""
+    memory, and with 256 columns where scores are capped or results are added to what is there; for
+    parts of tiles there is no way around it."""
     import triton
 
     return triton.__version__.startswith("3.8.")

@@ -338,6 +338,39 @@ def test_results_of_long_tiles_are_written_as_they_lie(monkeypatch, mask, d, sof
     assert ("O" in made.streamed) is spools
 
 
+@pytest.mark.parametrize(
+    ("wastes", "d", "softcap", "wants_max", "is_cut"),
+    [
+        (False, 256, 5.0, True, True),
+        (True, 256, 5.0, True, False),
+        (True, 256, 5.0, False, True),
+        (True, 256, 0.0, True, True),
+        (True, 224, 5.0, True, False),
+        (True, 192, 5.0, True, True),
+        (True, 128, 5.0, True, True),
+    ],
+)
+def test_tiles_are_cut_where_parts_have_registers(
+    monkeypatch, wastes, d, softcap, wants_max, is_cut
+):
+    monkeypatch.setattr(hopper_launch, "wastes_registers", lambda: wastes)
+    monkeypatch.setattr(hopper_launch, "num_sms", lambda device: 132)
+    monkeypatch.setattr(hopper_launch, "work_counter", lambda kind, device: None)
+    monkeypatch.setattr(hopper_launch, "between_parts", lambda numbers, device: {})
+    given = {}
+    monkeypatch.setattr(hopper_launch, "_prepare", lambda *args: given.update(tiles=args[3]))
+    monkeypatch.setattr(hopper_launch, "launch", lambda *args: args[3]())
+    q = torch.empty(128, 4, d, dtype=torch.bfloat16)
+    k = torch.empty(1, 4, d, dtype=torch.bfloat16).expand(8192, 4, d)
+    hopper_launch.forward(
+        *(q, k, k, masks.full(128, 8192), Scoring(scale=1.0, softcap=softcap)),
+        out=torch.empty_like(q),
+        lse=torch.empty(4, 128),
+        max_logits=torch.empty(4) if wants_max else None,
+    )
+    assert (given["tiles"].cut is not None) == is_cut
+
+
 def test_another_ptxas_is_taken_while_a_kernel_compiles(monkeypatch):
     usual, key = knobs.nvidia.ptxas_blackwell.path, "TRITON_PTXAS_BLACKWELL_PATH"
     other = knobs.nvidia.ptxas.path

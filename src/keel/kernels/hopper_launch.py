@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 GLUON = "triton.experimental.gluon.language.nvidia.hopper"
 
 LONG_TILE = 6144
-"""Keys of a tile, on average, that make up for it: on an H200, tiles of 8,192 take 3 % less (full
-masks of 8k) or as long (fewer heads), those of 4,096 as long or 4 % more."""
+"""Keys of a tile, on average, behind which one is long: on an H200, tiles of 8,192 that count as
+long take 3 % less (64 heads) or 1 % more (16), those of 4,096 as long or 4 % more."""
 
 
 def hopper_problem(
@@ -209,7 +209,8 @@ def forward(
     # torch's own allocations are aligned, so out always is
     q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))
     three_fit = not wastes_registers() or (not accumulate and _matches(out, q))
-    tiles = _tiles_for(q, v, mask, scoring, form, three_fit=three_fit)
+    cuts_fit = not wastes_registers() or max_logits is None
+    tiles = _tiles_for(q, v, mask, scoring, form, three_fit=three_fit, cuts_fit=cuts_fit)
     return launch(
         hopper_fwd_kernel,
         (mask, scoring.scale, scoring.softcap, accumulate, sm_margin, form),
@@ -233,7 +234,13 @@ def _tiles_for(
     form: Form | None,
     *,
     three_fit: bool = True,
+    cuts_fit: bool = True,
 ) -> Tiles:
+    """Of what has registers.
+
+    three_fit: for three consumers.
+    cuts_fit: for parts of tiles where scores are capped and heads have more than 192 columns.
+    """
     if form is not None and not form.cuts:
         records = best_records(mask, (form.bn,), form.tokens)
         return Tiles(records, form.consumers, pack=form.pack)
@@ -245,6 +252,7 @@ def _tiles_for(
         sms=num_sms(q.device),
         skips=_can_skip(d, dv, 128) if form is None else form.skips,
         can_be_wide=form is None and columns == 128 and not softcap and three_fit,
+        can_be_cut=cuts_fit or not softcap or min(d, dv) <= 192,
         pack=None if form is None else form.pack,
     )
 

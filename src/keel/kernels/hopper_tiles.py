@@ -61,6 +61,7 @@ def tiles_for(
     sms: int,
     skips: bool,
     can_be_wide: bool,
+    can_be_cut: bool = True,
     pack: int | None = None,
 ) -> Tiles:
     """Tiles of 128 rows, where there are few the fastest ones for these heads, maybe cut along
@@ -73,9 +74,9 @@ def tiles_for(
     pack: None for what pays.
     """
     # for the whole GPU: no margin of SMs is to change the last bits of results
-    tiles, end = _of_128_rows(mask, block_ns, heads, sms, skips, pack or 1)
+    tiles, end = _of_128_rows(mask, block_ns, heads, sms, skips, pack or 1, can_be_cut)
     if pack is None and may_pack(group) and has_idle_rows(mask, tiles.records):
-        packed, packed_end = _of_128_rows(mask, block_ns, heads, sms, False, group)
+        packed, packed_end = _of_128_rows(mask, block_ns, heads, sms, False, group, can_be_cut)
         computed, wanted = _keys_computed(tiles, heads), _keys_computed(packed, heads)
         if computed >= LEAST_SAVING * wanted and end >= LEAST_GAIN * packed_end:
             return packed
@@ -104,11 +105,17 @@ def _keys_computed(tiles: Tiles, heads: int) -> float:
 
 
 def _of_128_rows(
-    mask: AttnMask, block_ns: tuple[int, ...], heads: int, sms: int, skips: bool, pack: int
+    mask: AttnMask,
+    block_ns: tuple[int, ...],
+    heads: int,
+    sms: int,
+    skips: bool,
+    pack: int,
+    can_be_cut: bool,
 ) -> tuple[Tiles, float]:
     """Tiles, and when all heads are expected to be done with them."""
     tokens, heads = ROWS // pack, heads // pack
-    if are_few(mask, heads, sms, tokens):
+    if can_be_cut and are_few(mask, heads, sms, tokens):
         records, cut, end = few_tiles(mask, block_ns, heads, sms, skips, tokens)
         if cut is not None:
             met = 2 * cut.num_cut * heads
