@@ -71,6 +71,7 @@ def tiles_for(
     group: query heads that share a key head.
     skips: with blocks of 128 keys, consumers compute the half of a partial block that they need;
     not where heads are packed.
+    can_be_cut: else few tiles are chosen as many are.
     pack: None for what pays.
     """
     # for the whole GPU: no margin of SMs is to change the last bits of results
