@@ -7,6 +7,7 @@ near: those near the limit. part: 2/15 for every 15th, from the third on.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import sys
@@ -162,6 +163,14 @@ def compile_variant(variant: Variant) -> Any:
         return triton.compile(source, target=target, options=options | more)
 
 
+def chain_of(ptx: str) -> list[str]:
+    """Waiting for the launch before, letting the next one begin, and accesses of global memory, in
+    the order of the code; of several in a row, one."""
+    found = re.findall(r"griddepcontrol\.(\w+)|(ld|st|red|atom|cp)\S*\.(?:global|tensor)", ptx)
+    steps = [control or "access" for control, _ in found]
+    return [step for step, _ in itertools.groupby(steps)]
+
+
 def main() -> None:
     which, part = (*sys.argv[1:], "0/1")[:2]
     chosen = {"few": FEW, "near": NEAR}
@@ -174,6 +183,7 @@ def main() -> None:
         line |= resources(compiled)
         loops = loops_of(compiled)
         line |= {"loops": sorted(map(len, loops)), "loop_spills": spills_of(loops)}
+        line["chain"] = chain_of(compiled.asm["ptx"])
         line["copies"] = sorted(set(re.findall(r"bulk\.tensor\.(\dd)\.", compiled.asm["ptx"])))
         print(json.dumps(line), flush=True)
 

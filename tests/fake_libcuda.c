@@ -8,7 +8,8 @@
 
 static unsigned char record[1 << 20];
 static long used;
-static int num_functions, num_encoded;
+static int num_functions, num_encoded, num_launches;
+static char early[64];
 static int sizes[MAX_FUNCTIONS][MAX_PARAMETERS], counts[MAX_FUNCTIONS];
 
 /* Bytes of each parameter of a function, of which nothing is noted before. */
@@ -21,6 +22,14 @@ long fake_take_record(unsigned char *out) {
   long count = used;
   memcpy(out, record, count);
   used = 0;
+  return count;
+}
+
+/* Launches since the last time; '1' for each that may begin before the one before it is done. */
+int fake_take_launches(char *out) {
+  int count = num_launches;
+  memcpy(out, early, count);
+  num_launches = 0;
   return count;
 }
 
@@ -38,6 +47,12 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **params, 
                      c->sharedMemBytes, (uint64_t)c->hStream, c->numAttrs, (uint64_t)f};
   int n = (int)(uint64_t)f - 1;
   note(head, sizeof(head));
+  if (num_launches < (int)sizeof(early))
+    early[num_launches++] = '0';
+  for (unsigned i = 0; i < c->numAttrs; i++)
+    if (c->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION &&
+        c->attrs[i].value.programmaticStreamSerializationAllowed)
+      early[num_launches - 1] = '1';
   for (int i = 0; i < counts[n]; i++)
     note(params[i], sizes[n][i]);
   return 0;

@@ -403,7 +403,9 @@ def gradients(
         )
         if not apart:
             dq32 = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    lse2, delta = flash_bwd.row_terms(out, dout, lse, dlse, dq32=dq32, steps=steps)
+    lse2, delta = flash_bwd.row_terms(
+        out, dout, lse, dlse, dq32=dq32, next_is_early=by_hopper, steps=steps
+    )
     given = (dout, q, k, v, lse2, delta, attn_mask, scoring)
     if by_hopper:
         hopper_bwd_launch.backward(

@@ -114,3 +114,15 @@ def test_hopper_backward_does_not_spill():
         # TMA begins at multiples of 16 bytes in the last dimension: rows must not be that one
         assert v["copies"] == ["3d"], v
     assert not spilling(variants)
+
+
+def test_order_of_early_launches():
+    """As `early_launches` says: dk and dv touch nothing before the launch before is done, and let
+    none begin before; dq waits once; blocks of threads that stay take no part."""
+    for v in compiled("compile_hopper_bwd.py", "few"):
+        chain = ["wait", "launch_dependents", "access"]
+        if v["persistent"]:
+            chain = ["access"]
+        elif v["form"] == "QueryForm":
+            chain = ["access", "wait", "access"]  # the code of other warps follows
+        assert v["chain"] == chain, v

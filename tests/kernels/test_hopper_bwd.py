@@ -244,6 +244,9 @@ def filled(
             assert prepared.arguments["turn"] == expected_turn
             form = prepared.arguments["FORM"]
             assert form.together == (turns or (sm_margin > 0 and form.with_dq))
+        # right behind dk and dv, not behind sums for a bias; never where SMs are left to others
+        behind_keys = len(launched) == 1 or (len(launched) == 2 and tensors["Q"].shape[1] > 1)
+        assert prepared.early == (behind_keys and not prepared.arguments["FORM"].persistent)
         walks[kernel.__name__](prepared, tensors)
 
     walks = dict.fromkeys(("hopper_bwd_kernel", "hopper_bwd_wide_kernel"), walk)
@@ -444,11 +447,14 @@ def test_who_fills_gradients(options, problem, expected, monkeypatch):
     monkeypatch.setattr(hopper_bwd_launch, "backward", note("hopper"))
     monkeypatch.setattr(flash_bwd, "backward", note("portable"))
     rows = torch.zeros(2, 4)
-    zeroed = []
-    monkeypatch.setattr(
-        *(flash_bwd, "row_terms"),
-        lambda *args, dq32, steps: zeroed.append(dq32) or (rows, rows),
-    )
+    zeroed, let_begin = [], []
+
+    def row_terms(*args: Any, dq32: Any, next_is_early: bool, steps: Any) -> Any:
+        zeroed.append(dq32)
+        let_begin.append(next_is_early)
+        return rows, rows
+
+    monkeypatch.setattr(flash_bwd, "row_terms", row_terms)
     x = torch.zeros(4, 2, 64).half()
     wanted = {"deterministic": False, "sm_margin": 0, "backend": "hopper"} | options
     bias = wanted.pop("bias", None)
@@ -459,6 +465,7 @@ def test_who_fills_gradients(options, problem, expected, monkeypatch):
     )[4]
     [(name, given)] = called
     assert name == expected
+    assert let_begin == [expected == "hopper"]
     assert given["sm_margin"] == wanted["sm_margin"]
     assert given["deterministic"] == wanted["deterministic"]
     assert given["dbias"] is dbias

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from keel.kernels.flash_common import (
+    HAS_PTX,
     LOG2E,
     SIZES,
     TileConfig,
@@ -51,12 +52,14 @@ def row_terms_kernel(
     stride_ot, stride_oh, stride_dot, stride_doh, stride_dlt, stride_dlh,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
+    HAS_DLSE: tl.constexpr, NEXT_IS_EARLY: tl.constexpr,
 ):
     """delta = rowsum(dout * out) - dlse; lse in log2 units with +inf for rows that see nothing.
 
     With D > 0, rows of DQ32 (tq, heads, D) become zeros, for sums that begin there.
     """
+    if NEXT_IS_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(0) * BM
     i = first + tl.arange(0, BM)
     head = tl.program_id(1).to(tl.int64)
@@ -416,11 +419,13 @@ def row_terms(
     dlse: torch.Tensor | None,
     *,
     dq32: torch.Tensor | None = None,
+    next_is_early: bool = False,
     steps: Steps | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(lse2, delta), both (hq, tq) fp32; the launch is added to `steps`.
 
-    dq32: (tq, hq, d), contiguous, is filled with zeros on the way.
+    dq32: (tq, hq, d), contiguous, is filled with zeros on the way. next_is_early: what is launched
+    next may begin early (`early_launches`).
     """
     tq, hq, dv = out.shape
     lse2 = torch.empty(hq, tq, dtype=torch.float32, device=out.device)
@@ -430,7 +435,7 @@ def row_terms(
     d = 0 if dq32 is None else dq32.shape[2]
     recipe = launch(
         row_terms_kernel,
-        None,
+        next_is_early,
         {
             **{"OUT": out, "DOUT": dout, "LSE": lse, "DLSE": dlse},
             **{"LSE2": lse2, "DELTA": delta, "DQ32": dq32},
@@ -442,7 +447,7 @@ def row_terms(
                 "stride_dlt": 0 if dlse is None else dlse.stride(0),
                 "stride_dlh": 0 if dlse is None else dlse.stride(1),
                 **{"D": d, "BLOCK_D": padded(d), "DV": dv, "BLOCK_DV": padded(dv), "BM": 64},
-                "HAS_DLSE": dlse is not None,
+                **{"HAS_DLSE": dlse is not None, "NEXT_IS_EARLY": next_is_early and HAS_PTX},
             },
         ),
     )

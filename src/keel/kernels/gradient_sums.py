@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from keel.kernels.flash_common import HAS_PTX
 from keel.kernels.launch import Prepared, Recipe, launch
 
 BLOCK = 4096
@@ -37,8 +38,11 @@ def _add_up(
 def gradient_sums_kernel(
     DQ32, DQ, DK_OUT, DK, DV_OUT, DV, scale, dq_eighths, dk_eighths, dv_eighths, splits,
     HAS_PARTS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Blocks of dq come last; dk and dv are ready where there are no parts, dq without DQ32."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)
     if not HAS_PARTS:
         _add_up(DQ32, DQ, scale, block, dq_eighths, 1, DIM_K, BLOCK)
@@ -65,12 +69,14 @@ def gradient_sums(
     dv: torch.Tensor,
     scale: float,
     splits: int,
+    *,
+    early: bool = False,
 ) -> Recipe:
     """Fills dq if there is dq32, and dk and dv if there are parts.
 
     All are contiguous, with head dims that are multiples of 8.
 
-    dk_out and dv_out: the parts; with one, dk and dv themselves.
+    dk_out and dv_out: the parts; with one, dk and dv themselves. early: see `early_launches`.
     """
     tensors = {"DQ": dq, "DK_OUT": dk_out, "DK": dk, "DV_OUT": dv_out, "DV": dv}
     assert all(x.is_contiguous() and x.shape[2] % 8 == 0 for x in tensors.values())
@@ -84,13 +90,14 @@ def gradient_sums(
             {
                 **{"scale": scale, **eighths, "splits": splits},
                 **{"DIM_K": dk.shape[2], "DIM_V": dv.shape[2], "BLOCK": BLOCK},
-                "HAS_PARTS": splits > 1,
+                **{"HAS_PARTS": splits > 1, "EARLY": early and HAS_PTX},
             },
             num_warps=8,
+            early=early,
             left_out=(
                 *(() if splits > 1 else ("DK_OUT", "DK", "DV_OUT", "DV")),
                 *(() if dq32 is not None else ("DQ32", "DQ")),
             ),
         )
 
-    return launch(gradient_sums_kernel, (scale, splits), {**tensors, "DQ32": dq32}, prepare)
+    return launch(gradient_sums_kernel, (scale, splits, early), {**tensors, "DQ32": dq32}, prepare)

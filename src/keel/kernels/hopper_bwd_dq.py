@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from keel._versions import tma_load, tma_store
+from keel.kernels.early_launches import wait_for_launch_before
 from keel.kernels.flash_common import LOG2E
 from keel.kernels.hopper_common import (
     FIELDS,
@@ -191,6 +192,9 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
     if form.V_STAGES < form.STAGES:
         for block in range(gl.maximum(count - form.V_STAGES, 0), count):
             wait_for(V_FREE + block % form.V_STAGES)
+    if not form.PERSISTENT:
+        # for dk and dv: who waits for dq has waited for these, too (`early_launches`)
+        wait_for_launch_before()
 
 
 @gluon.jit
@@ -333,8 +337,9 @@ def work_on(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, work, 
     rows = tile.row0 + mine
     there = rows < numbers.tq
     place = tile.head.to(gl.int64) * (numbers.tq + hidden_zero()) + rows
-    lse2 = gl.load(inputs.LSE2 + place, mask=there, other=float("inf"))
-    delta = gl.load(inputs.DELTA + place, mask=there, other=0.0)
+    # from the L2, where they are; an L1 cache need not know of it in an early launch
+    lse2 = gl.load(inputs.LSE2 + place, mask=there, other=float("inf"), cache_modifier=".cg")
+    delta = gl.load(inputs.DELTA + place, mask=there, other=0.0, cache_modifier=".cg")
     spot = spot_of(inputs.terms, numbers.tq, form, tile.head, rows, tile.row_end)
     dq = no_sums(form.D, form.SHORT)
     touch_bounds(inputs, tile.split, mine)

@@ -277,7 +277,8 @@ def backward(
     `deterministic`, and where there is no other way, dq has a kernel of its own instead, which
     also adds to dbias. All of these are contiguous. The scale is > 0. A sink needs nothing here:
     lse2 knows of it, and its own gradient follows from lse and delta. The launches are added to
-    `steps`.
+    `steps`. Without a margin of SMs they begin early (`early_launches`): rather than wait for the
+    last block of threads of the one before, they take the SMs that it has left.
     """
     if 0 in (*q.shape[:2], k.shape[0]):  # nothing that a descriptor could describe
         for x in (dq, dk, dv):
@@ -318,14 +319,22 @@ def backward(
         )
     ]
     if apart:
-        if dbias is not None and deterministic and dbias.shape != (hq, tq, tk):
+        in_order = dbias is not None and deterministic and dbias.shape != (hq, tq, tk)
+        if dbias is not None and in_order:
             add_dbias_in_order(dbias, dout, q, k, v, *rows, mask, scoring, sm_margin)
-            dbias = None
         launched.append(
-            fill_dq(dout, q, k, v, *rows, mask, scoring, dq=dq, dbias=dbias, sm_margin=sm_margin)
+            fill_dq(
+                *(dout, q, k, v, *rows, mask, scoring),
+                dq=dq,
+                dbias=None if in_order else dbias,
+                sm_margin=sm_margin,
+                early=not in_order,
+            )
         )
     if splits > 1 or not apart:
-        launched.append(gradient_sums(dq32, dq, dk_out, dk, dv_out, dv, scoring.scale, splits))
+        launched.append(
+            gradient_sums(dq32, dq, dk_out, dk, dv_out, dv, scoring.scale, splits, early=True)
+        )
     if steps is not None:
         for recipe in launched:
             steps.add(recipe, **parts)
@@ -446,6 +455,7 @@ def _prepare(
         },
         num_warps=4,
         hopper=True,
+        early=not form.persistent,
         options=compile_options(form),
         streamed=streamed,
         left_out=tuple(left_out),

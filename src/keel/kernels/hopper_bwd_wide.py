@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from keel.kernels.early_launches import let_next_launch_begin, wait_for_launch_before
 from keel.kernels.hopper_bwd import bounds, of_rows, probability, touch_bounds, write_rows
 from keel.kernels.hopper_bwd_producer import (
     ARRIVALS,
@@ -288,6 +289,9 @@ def hopper_bwd_wide_kernel(
         mbarrier.init(ring.q_full.index(i), ARRIVALS)
         mbarrier.init(ring.do_full.index(i), ARRIVALS)
     fence_async_shared()
+    if not FORM.PERSISTENT:
+        wait_for_launch_before()
+        let_next_launch_begin()
     terms = Terms(BIAS, SLOPES, OFFSET, tk, stride_bh, stride_bi)
     inputs = Inputs(Q, K, V, DO, None, None, None, LSE2, DELTA, DK_OUT, DV_OUT, TILES, RUNS,
                     KEY_LO, KEY_HI, terms)

@@ -36,21 +36,23 @@ def fill_dq(
     dbias: torch.Tensor | None = None,
     sm_margin: int = 0,
     form: QueryForm | None = None,
+    early: bool = False,
 ) -> Recipe:
     """For tensors that TMA takes; dq is contiguous, lse2 and delta are (hq, tq).
 
-    dbias, in the shape of the bias and contiguous, is added to.
+    dbias, in the shape of the bias and contiguous, is added to. `early`, right behind the
+    launch of dk and dv of the same call alone: see `early_launches`.
     """
     from keel.kernels.hopper_bwd_dq import hopper_bwd_dq_kernel
 
     return launch(
         hopper_bwd_dq_kernel,
-        (mask, scoring.scale, scoring.softcap, sm_margin, form),
+        (mask, scoring.scale, scoring.softcap, sm_margin, form, early),
         {
             **{"Q": q, "K": k, "V": v, "DO": dout, "DQ": dq, "DQ_OUT": dq},
             **{"LSE2": lse2, "DELTA": delta, "DBIAS": dbias, **score_tensors(scoring)},
         },
-        lambda: _prepare(dout, q, k, v, mask, scoring, dq, dbias, sm_margin, form),
+        lambda: _prepare(dout, q, k, v, mask, scoring, dq, dbias, sm_margin, form, early),
     )
 
 
@@ -153,6 +155,7 @@ def _prepare(
     dbias: torch.Tensor | None,
     sm_margin: int,
     form: QueryForm | None,
+    early: bool,
 ) -> Prepared | None:
     (tq, hq, d), (tk, hk, dim_v) = q.shape, v.shape
     flags, numbers = term_flags(scoring), term_numbers(scoring, hq, tq, tk)
@@ -194,6 +197,7 @@ def _prepare(
         },
         num_warps=4,
         hopper=True,
+        early=early and not form.persistent,
         streamed=streamed,
         left_out=() if form.staged else ("DQ",),
     )

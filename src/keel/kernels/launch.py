@@ -54,6 +54,9 @@ class Prepared:
     """Per thread; fewer let more programs run side by side."""
     hopper: bool = False
     """Compiled for Hopper alone, by `sparing_ptxas`."""
+    early: bool = False
+    """Begins before the launch before it is done, and waits for that one itself
+    (`early_launches`)."""
     check: Callable[[Any], None] | None = None
     """Sees the compiled kernel before it runs for the first time."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -177,6 +180,7 @@ class Recipe:
             options = {
                 **{"num_warps": self.prepared.num_warps, "num_stages": self.prepared.num_stages},
                 **{"maxnreg": self.prepared.max_registers, "enable_fp_fusion": fp_fusion()},
+                **({"launch_pdl": True} if self.prepared.early else {}),
                 **self.prepared.options,
                 **options,
             }
