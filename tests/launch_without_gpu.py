@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import triton
+from compile_hopper_bwd import chain_of
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
 
@@ -64,6 +65,15 @@ def pretend() -> None:
             module.compute_capability = lambda device: (9, 0)
 
 
+def check_chain(compiled: Any) -> None:
+    """Who begins early waits, sums and dk and dv before anything else; nobody else does
+    (`early_launches`)."""
+    name, chain = compiled.metadata.name, chain_of(compiled.asm["ptx"])
+    assert compiled.metadata.launch_pdl == ("wait" in chain), (name, chain)
+    if "wait" in chain and name != "hopper_bwd_dq_kernel":
+        assert chain[0] == "wait", (name, chain)
+
+
 def note_sizes() -> None:
     """Tells the driver of each function's parameters once it is compiled."""
     find = launch.c_launcher
@@ -71,6 +81,7 @@ def note_sizes() -> None:
     def found(compiled: Any, grid: Any) -> Any:
         launcher = find(compiled, grid)
         assert launcher is not None, f"Triton {triton.__version__} has no launcher that we know"
+        check_chain(compiled)
         sizes: list[int] = []
         for kind in compiled.src.signature.values():
             if kind.startswith("tensordesc"):
