@@ -13,7 +13,7 @@ from typing import Any
 
 import triton
 from compile_kernels import resources_and_spills
-from hopper_forms import forward_forms, part_of
+from hopper_forms import forward_forms, paced, part_of
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -43,7 +43,8 @@ def forms(which: str) -> list[Form]:
         options = {"out_matches": True, "want_max": True}
         met = choose_form(256, 256, 64, has_softcap=added, cuts=True, **options)
         sink = choose_form(128, 128, 128, has_sink=True, pack=8, **options)
-        return [wide, *three_consumers()[1::2], cuts()[3], packed()[2], met, sink]
+        together = paced(choose_form(256, 256, 64, **options))
+        return [wide, *three_consumers()[1::2], cuts()[3], packed()[2], met, sink, together]
     plain = [
         choose_form(d, dv, bn, out_matches=True, want_max=True)
         for d, dv in ((64, 64), (128, 128), (64, 128), (192, 128), (256, 256), (64, 256))

@@ -8,6 +8,7 @@ gradients in fp32 with a bias, three consumers with blocks of 64 keys.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -16,13 +17,19 @@ from keel._versions import wastes_registers
 from keel.kernels.hopper_bwd_launch import LARGEST_WITH_FP32_BIAS, choose_backward_form
 from keel.kernels.hopper_dq_launch import BLOCK_NS, SMALL_BLOCK_NS, choose_query_form
 from keel.kernels.hopper_forms import BackwardForm, Form, QueryForm, WideForm
-from keel.kernels.hopper_launch import block_ns, can_pack, choose_form
+from keel.kernels.hopper_launch import block_ns, can_be_paced, can_pack, choose_form
 
 BackwardForms = BackwardForm | WideForm | QueryForm
 BOTH = (False, True)
 NARROW_DIMS = ((64, 64), (128, 128))
 WIDE_DIMS = ((192, 128), (192, 192), (256, 256), (256, 128), (256, 64), (128, 256), (64, 256))
 PACK = 8
+
+
+def paced(form: Form) -> Form:
+    """With tiles that begin together, which are long."""
+    as_they_lie = form.q_buffers == 1 and form.carries
+    return replace(form, paced=True, spools=form.spools and not as_they_lie)
 
 
 def forward_forms() -> Iterator[Form]:
@@ -38,7 +45,10 @@ def forward_forms() -> Iterator[Form]:
                     **{"want_max": want_max, "accumulate": results == "accumulated"},
                     **{"out_matches": results == "staged", "cuts": cuts},
                 }
-                yield choose_form(*dims, bn, **options)
+                form = choose_form(*dims, bn, **options)
+                yield form
+                if can_be_paced(form):
+                    yield paced(form)
                 if can_pack(*dims):
                     yield choose_form(*dims, bn, pack=PACK, **options)
                 may_be_three = dims == (64, 64) and not (softcap or cuts)

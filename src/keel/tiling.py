@@ -45,6 +45,11 @@ class TileWork(NamedTuple):
     total: float
     tiles: int
 
+    @property
+    def is_even(self) -> bool:
+        """Whether no tile has much more than they have on average."""
+        return self.longest * self.tiles <= 1.2 * self.total
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileLists:

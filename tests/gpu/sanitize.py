@@ -116,6 +116,7 @@ def chosen_tiles(run: Run) -> Iterator[list[hopper_tiles.Tiles]]:
         (launch, "_recipes", {}),
         (hopper_launch, "tiles_for", noted),
         (hopper_launch, "has_long_tiles", lambda _: run.long),
+        (hopper_launch, "pays_to_pace", lambda *_: run.long),
     ]
     if run.cut or run.pack:
         patches.append((tile_parts, "choose_cuts", counts))

@@ -110,6 +110,40 @@ def test_many_tiles_of_wide_heads(monkeypatch, d, dv, are_long):
     assert asked.called == (d == 256)
 
 
+@pytest.mark.parametrize("d", [128, 256])
+def test_tiles_that_begin_together(monkeypatch, d):
+    """The same bits as without; also where most blocks of threads begin when others are done, as
+    those of a launch beside another one."""
+    monkeypatch.setattr(direct, "_known", direct.KnownCalls())
+    monkeypatch.setattr(launch, "_recipes", {})
+    plain, kinds = {}, ("full", "causal", "tiny")
+    sizes = {"hq": 12, "hk": 3, "d": d, "dtype": torch.bfloat16, "device": "cuda"}
+    for mask in kinds:
+        plain[mask] = run_case(Case(mask=many_tiles(mask), **sizes), backend="hopper")
+    asked = mock.Mock(return_value=True)
+    monkeypatch.setattr(hopper_launch, "pays_to_pace", asked)
+    monkeypatch.setattr(direct, "_known", direct.KnownCalls())
+    monkeypatch.setattr(launch, "_recipes", {})
+    for mask in kinds:
+        case = Case(mask=many_tiles(mask), **sizes)
+        assert_right(case, backend="hopper")
+        for margin in (0, 125):
+            found = run_case(case, backend="hopper", sm_margin=margin)
+            assert all(torch.equal(found[n], plain[mask][n]) for n in ("out", "lse", "max_logits"))
+    assert asked.called
+    q, k, v = torch.randn(3, 4096, 16, d, device="cuda", dtype=torch.bfloat16).unbind()
+    expected, _ = flex_flash_attn_func(q, k, v, masks.full(4096), backend="hopper")
+    torch.cuda.synchronize()
+    outs = []
+    for stream in [torch.cuda.Stream() for _ in range(3)]:
+        with torch.cuda.stream(stream):
+            for _ in range(5):
+                out, _ = flex_flash_attn_func(q, k, v, masks.full(4096), backend="hopper")
+                outs.append(out)
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out in outs)
+
+
 @pytest.fixture
 def three_consumers(monkeypatch):
     """Tiles of 192 rows for head dims up to 64."""

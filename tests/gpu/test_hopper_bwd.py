@@ -349,6 +349,45 @@ def test_many_times(d, dv, softcap):
 
 
 @pytest.mark.usefixtures("no_portable_backward")
+@pytest.mark.parametrize(
+    ("d", "dv", "deterministic"),
+    [*named_ways(64, 64), *named_ways(128, 128), *named_ways(256, 256), *named_ways(192, 128)],
+)
+@pytest.mark.parametrize(
+    ("rows", "tokens", "keys"),
+    [(256, 256, 1024), (32768, 32768, 1024), (64, 32768, 1024), (32768, 32768, 64)],
+)
+def test_launches_wait_for_each_other(rows, tokens, keys, d, dv, deterministic):
+    """Two problems in turns, in the same memory: who reads too early finds numbers of the other.
+    With a margin of SMs no launch begins early.
+
+    With few rows, SMs are free for whoever begins early. Of many, row terms take long, longest for
+    those that are all that is read. With few keys, dq is done long before dk and dv.
+    """
+    mask = AttnMask([AttnSlice(tokens - rows, tokens, 0, keys)], tokens, keys)
+
+    def problem(size):
+        shapes = ((tokens, 8, d), (keys, 2, d), (keys, 2, dv))
+        given = [torch.randn(shape, device="cuda").mul_(size).to(BF16) for shape in shapes]
+        for x in given:
+            x.requires_grad_()
+        dout = torch.randn(tokens, 8, dv, device="cuda", dtype=BF16)
+        options = {"backend": "hopper", "deterministic": deterministic, "return_max_logits": True}
+        out, calm = (
+            flex_flash_attn_func(*given, mask, sm_margin=margin, **options)[0] for margin in (0, 4)
+        )
+        return (out, given, dout), torch.autograd.grad(calm, given, dout)
+
+    problems = [problem(size) for size in (1.0, 3.0)]
+    for _ in range(30):
+        for (out, given, dout), expected in problems:
+            torch.cuda._sleep(200_000)  # all launches wait in a row, none for the host
+            found = torch.autograd.grad(out, given, dout, retain_graph=True)
+            for x, y in zip(found, expected, strict=True):
+                torch.testing.assert_close(x, y, atol=2e-3 * y.abs().max().item(), rtol=2e-2)
+
+
+@pytest.mark.usefixtures("no_portable_backward")
 @pytest.mark.parametrize(("d", "dv"), [named(128, 128), named(256, 256), named(192, 128)])
 def test_gradients_in_fp32(d, dv):
     """As calc_attn adds them up: what is rounded otherwise, in full."""

@@ -324,18 +324,44 @@ def test_three_consumers_where_they_have_registers(
 )
 def test_results_of_long_tiles_are_written_as_they_lie(monkeypatch, mask, d, softcap, held, spools):
     monkeypatch.setattr(hopper_forms, "holds_wide_tiles", lambda: held)
-    monkeypatch.setattr(hopper_launch, "num_sms", lambda device: 132)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    q = torch.empty(1, 64, d, dtype=torch.bfloat16).expand(mask.tq, 64, d)
-    scoring = Scoring(scale=1.0, softcap=softcap)
-    tiles = hopper_launch._tiles_for(q, q, mask, scoring, None)
-    assert tiles.cut is None
-    out = torch.empty(mask.tq, 64, d, dtype=torch.bfloat16, device="meta")
-    monkeypatch.setattr(hopper_launch, "describing", lambda x, *_: None)
-    made = hopper_launch._prepare(q, q, q, tiles, scoring, out, None, False, 0, None)
+    made = prepared_for_h200(monkeypatch, mask, d, Scoring(scale=1.0, softcap=softcap))
     form = made.arguments["FORM"]
     assert form.spools is spools and ("O" in made.left_out) is not spools
     assert ("O" in made.streamed) is spools
+
+
+@pytest.mark.parametrize(
+    ("mask", "d", "softcap", "paced"),
+    [
+        (masks.full(65536), 256, 0.0, True),
+        (masks.full(131072), 128, 0.0, True),
+        (masks.documents([0, 65536, 131072], causal=False), 256, 0.0, True),
+        (masks.full(32768), 256, 0.0, False),  # the L2 holds what a tile reads
+        (masks.full(65536), 128, 0.0, False),
+        (masks.documents(range(0, 131073, 16384), causal=False), 256, 0.0, False),
+        (masks.causal(131072), 256, 0.0, False),  # tiles are of all lengths
+        (masks.full(131072), 192, 0.0, False),  # never
+        (masks.full(65536), 256, 5.0, False),
+    ],
+)
+def test_even_tiles_that_read_more_than_the_l2_holds_begin_together(
+    monkeypatch, mask, d, softcap, paced
+):
+    made = prepared_for_h200(monkeypatch, mask, d, Scoring(scale=1.0, softcap=softcap))
+    assert made.arguments["FORM"].paced is paced
+
+
+def prepared_for_h200(monkeypatch, mask, d, scoring):
+    """A launch for 64 heads of queries and of keys, on a GPU that need not be there."""
+    monkeypatch.setattr(hopper_launch, "num_sms", lambda device: 132)
+    monkeypatch.setattr(hopper_launch, "l2_bytes", lambda device: 60 << 20)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(hopper_launch, "describing", lambda x, *_: None)
+    q = torch.empty(1, 64, d, dtype=torch.bfloat16).expand(mask.tq, 64, d)
+    tiles = hopper_launch._tiles_for(q, q, mask, scoring, None)
+    assert tiles.cut is None
+    out = torch.empty(mask.tq, 64, d, dtype=torch.bfloat16, device="meta")
+    return hopper_launch._prepare(q, q, q, tiles, scoring, out, None, False, 0, None)
 
 
 @pytest.mark.parametrize(

@@ -313,9 +313,8 @@ def section_heads(
     would otherwise start late and finish alone.
     """
     group = num_heads // num_kv_heads
-    uneven = tile_work.longest * tile_work.tiles > 1.2 * tile_work.total
     programs = 2 * num_sms(device)  # about two fit on an SM
-    if uneven and tile_work.longest * programs > 0.2 * tile_work.total * num_heads:
+    if not tile_work.is_even and tile_work.longest * programs > 0.2 * tile_work.total * num_heads:
         return num_heads
     fitting = max(1, (l2_bytes(device) // 2) // max(head_bytes, 1))
     best = max(n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and n <= fitting)

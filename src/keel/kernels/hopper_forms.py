@@ -82,6 +82,8 @@ class Form(Constants):
     """Tiles may be parts of a tile, cut along its keys, that meet when they are done."""
     pack: int = 1
     """Query heads of one key head in a tile, a power of two: see `hopper_rows`."""
+    paced: bool = False
+    """Blocks of threads begin their tiles together: see `pace`."""
 
     @property
     def rows(self) -> int:

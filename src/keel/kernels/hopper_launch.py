@@ -14,7 +14,7 @@ import triton
 
 from keel._versions import constant_in_traces, launch_stream, wastes_registers
 from keel.kernels import flash_fwd
-from keel.kernels.flash_common import compute_capability, num_sms, section_heads
+from keel.kernels.flash_common import compute_capability, l2_bytes, num_sms, section_heads
 from keel.kernels.hopper_tiles import Tiles, may_pack, meetings, tiles_for
 from keel.kernels.launch import INTERPRETED, Prepared, Recipe, launch
 from keel.masks import AttnMask
@@ -263,6 +263,20 @@ def has_long_tiles(records: TileRecords) -> bool:
     return records.work.total * records.block_n > LONG_TILE * records.work.tiles
 
 
+def can_be_paced(form: Form) -> bool:
+    """Head dims 128 and 256, where it was timed; others would be right as well."""
+    plain = not (form.has_sink or form.has_softcap or form.accumulate or form.cuts)
+    filled = form.d == form.dv >= 128 and not (form.columns or form.depth)
+    return plain and filled and form.pack == 1 and (form.at_once or form.spools)
+
+
+def pays_to_pace(records: TileRecords, key_bytes: int, device: torch.device) -> bool:
+    """Whether tiles are about even, and each reads more keys and values than the L2 holds."""
+    work = records.work
+    bytes_read = work.total * records.block_n * key_bytes
+    return work.is_even and bytes_read > work.tiles * l2_bytes(device)
+
+
 def _matches(out: torch.Tensor, q: torch.Tensor) -> bool:
     """Whether out has the dtype of q, and a layout that TMA can write."""
     return out.dtype == q.dtype and can_be_described(out)
@@ -316,6 +330,8 @@ def _prepare(
         )
         if form.q_buffers == 1 and form.carries and has_long_tiles(records):
             form = dataclasses.replace(form, spools=False)
+        if can_be_paced(form) and pays_to_pace(records, (d + dv) * k.element_size(), q.device):
+            form = dataclasses.replace(form, paced=True)
     elif cut is None:
         form = dataclasses.replace(form, cuts=False)
     heads = hq // form.pack  # of work: those of keys, if packed

@@ -34,6 +34,8 @@ from keel.kernels.hopper_rows import raise_group
 # fmt: off
 
 PANEL = gl.constexpr(hopper_forms.PANEL)
+LATE = gl.constexpr(2)
+"""Blocks of threads that others do not wait for before a tile."""
 K_FREE = gl.constexpr(9)
 V_FREE = gl.constexpr(12)
 """First named barriers of the stages of keys and of values; Triton itself uses those up to 8."""
@@ -91,6 +93,9 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
                 raise_tops(inputs, ring, form, turn - 2, older_head)
             older_head = old_head
             old_head = head
+        if form.PACED:
+            if (turn + 1) * grid <= numbers.num_work:
+                pace(inputs.COUNTER, (turn + 1) * grid - LATE)
         kv_head = head // numbers.group
         for run in range(first, last):
             next_key = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
@@ -130,6 +135,36 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
             raise_tops(inputs, ring, form, turn - 2, older_head)
         wait_until_put_away(ring, turn - 1, form)
         raise_tops(inputs, ring, form, turn - 1, old_head)
+
+
+@gluon.jit
+def pace(COUNTER, begun):
+    """Waits, not for long, until so many tiles have begun: each draws a number when it does.
+
+    Blocks of threads of one head read the same keys. While they are about as far as each other,
+    each key comes from memory once, and is in the L2 for the rest. Over many tiles they drift
+    apart, and then all keys are needed at once: more than the L2 holds.
+
+    Nothing depends on it. If some of them do not run, as beside other kernels, the rest go on
+    after some 50 us, where a tile takes more than 1 ms.
+    """
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred more;
+        .reg .b32 seen, looks;
+        mov.u32 looks, 0;
+        again:
+        ld.relaxed.gpu.global.s32 seen, [$1];
+        add.u32 looks, looks, 1;
+        setp.lt.s32 more, seen, $2;
+        setp.lt.and.u32 more, looks, 64, more;
+        @!more bra done;
+        nanosleep.u32 200;
+        bra again;
+        done:
+        mov.u32 $0, 0;
+        }""", "=r,l,r,~{memory}", [COUNTER.to(gl.int64, bitcast=True), begun],
+        dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
