@@ -362,7 +362,7 @@ def test_launches_wait_for_each_other(rows, tokens, keys, d, dv, deterministic):
     With a margin of SMs no launch begins early.
 
     With few rows, SMs are free for whoever begins early. Of many, row terms take long, longest for
-    those that are all that is read. With few keys, dq is done long before dk and dv.
+    those that are all that is read. With few keys, dq has far less to do than dk and dv.
     """
     mask = AttnMask([AttnSlice(tokens - rows, tokens, 0, keys)], tokens, keys)
 

@@ -141,12 +141,12 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
 def pace(COUNTER, begun):
     """Waits, not for long, until so many tiles have begun: each draws a number when it does.
 
-    Blocks of threads of one head read the same keys. While they are about as far as each other,
-    each key comes from memory once, and is in the L2 for the rest. Over many tiles they drift
-    apart, and then all keys are needed at once: more than the L2 holds.
+    Blocks of threads of one head read the same keys. It is faster; the reason is thought to be that
+    while they are about as far as each other, each key comes from memory once, and is in the L2
+    for the rest. Drifted apart, they would need all keys at once: more than the L2 holds.
 
     Nothing depends on it. If some of them do not run, as beside other kernels, the rest go on
-    after some 50 us, where a tile takes more than 1 ms.
+    after 64 looks, by reckoning some 50 us, where a tile takes more than 1 ms.
     """
     gl.inline_asm_elementwise(
         """{
