@@ -18,13 +18,14 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from keel._versions import sparing_ptxas, wastes_registers
+from keel._versions import copies_operands, sparing_ptxas, wastes_registers
 from keel.kernels import hopper_fwd
 from keel.kernels.hopper_forms import Form
 from keel.kernels.hopper_launch import block_ns, check_compiled, choose_form
 
 FLOATS = {"LSE", "MAX_LOGITS", "SINK", "PARTS"}
 OF_CUTS = {"PARTS", "MEETINGS", "SHARES"}
+OF_FACTORS = {f"{of}_{name}" for of in ("all", "section", "group") for name in ("factor", "shift")}
 
 
 def forms(which: str) -> list[Form]:
@@ -44,7 +45,10 @@ def forms(which: str) -> list[Form]:
         met = choose_form(256, 256, 64, has_softcap=added, cuts=True, **options)
         sink = choose_form(128, 128, 128, has_sink=True, pack=8, **options)
         together = paced(choose_form(256, 256, 64, **options))
-        return [wide, *three_consumers()[1::2], cuts()[3], packed()[2], met, sink, together]
+        # with 3.7
+        capped = choose_form(128, 128, 64, out_matches=True, has_softcap=True, cuts=True)
+        three = three_consumers()[1::2]
+        return [wide, *three, cuts()[3], packed()[2], met, sink, together, capped]
     plain = [
         choose_form(d, dv, bn, out_matches=True, want_max=True)
         for d, dv in ((64, 64), (128, 128), (64, 128), (192, 128), (256, 256), (64, 256))
@@ -90,7 +94,9 @@ def cuts() -> list[Form]:
 
 
 def three_consumers() -> list[Form]:
-    """They have 160 registers each."""
+    """They have 160 registers each, too few for some Tritons."""
+    if wastes_registers():
+        return []
 
     def form(bn: int, d: int = 64, staged: bool = True, **options: Any) -> Form:
         return choose_form(d, d, bn, out_matches=staged, want_max=True, consumers=3, **options)
@@ -98,7 +104,7 @@ def three_consumers() -> list[Form]:
     return [
         *(form(64), form(128)),
         form(64, has_softcap=True, has_sink=True),
-        *([] if wastes_registers() else [form(128, d=40, staged=False, accumulate=True)]),
+        form(128, d=40, staged=False, accumulate=True),
     ]
 
 
@@ -111,6 +117,7 @@ def signature(form: Form) -> tuple[dict[str, str], dict, dict]:
     absent = {"O"} - boxes.keys() | ({"SINK"} if not form.has_sink else set())
     absent |= {"MAX_LOGITS"} if not form.want_max else set()
     absent |= OF_CUTS if not form.cuts else set()
+    absent |= set() if form.by_factors else OF_FACTORS
     types: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     aligned = {}
@@ -122,7 +129,8 @@ def signature(form: Form) -> tuple[dict[str, str], dict, dict]:
             layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
             types[name] = f"tensordesc<bf16{block},{layout!r}>"
         elif name == "OUT":
-            in_full = form.accumulate or (form.q_buffers == 2 and not form.staged)
+            apart = form.q_buffers == 2 and not form.staged
+            in_full = form.accumulate or (apart and not (form.consumers == 3 and copies_operands()))
             types[name] = "*fp32" if in_full else "*bf16"
         elif name.isupper():
             types[name] = "*fp32" if name in FLOATS else "*i32"

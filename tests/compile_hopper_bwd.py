@@ -78,8 +78,24 @@ FEW: list[tuple[BackwardForms, str]] = [
         ),
         "bf16",
     ),
+    (
+        BackwardForm(
+            *(64, 128, 64, 64),
+            **{"staged": False, "persistent": True, "with_dq": False},
+            **{"has_softcap": True, "has_bias": True},
+        ),
+        "bf16",
+    ),
+    (
+        BackwardForm(
+            *(64, 128, 64, 64),
+            **{"staged": False, "persistent": True, "with_dq": False},
+            **{"has_softcap": True, "has_alibi": True},
+        ),
+        "bf16",
+    ),
 ]
-NEAR = [FEW[i] for i in (0, 1, 2, 5, 6, 13, 17, 19)]
+NEAR = [FEW[i] for i in (0, 1, 2, 5, 6, 9, 13, 17, 19, 20, 21)]
 """Of those that have spilled with some Triton, one of each kind."""
 ROWS = {"LSE2", "DELTA", "SLOPES", "DBIAS"}
 OPTIONAL = {

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from keel._versions import wastes_registers
 from keel.kernels.hopper_bwd_launch import LARGEST_WITH_FP32_BIAS, choose_backward_form
-from keel.kernels.hopper_dq_launch import BLOCK_NS, SMALL_BLOCK_NS, choose_query_form
+from keel.kernels.hopper_dq_launch import choose_query_form, dq_block_ns
 from keel.kernels.hopper_forms import BackwardForm, Form, QueryForm, WideForm
 from keel.kernels.hopper_launch import block_ns, can_be_paced, can_pack, choose_form
 
@@ -52,7 +52,7 @@ def forward_forms() -> Iterator[Form]:
                 if can_pack(*dims):
                     yield choose_form(*dims, bn, pack=PACK, **options)
                 may_be_three = dims == (64, 64) and not (softcap or cuts)
-                if may_be_three and (results == "staged" or not wastes_registers()):
+                if may_be_three and not wastes_registers():
                     yield choose_form(*dims, bn, consumers=3, **options)
 
 
@@ -89,7 +89,7 @@ def backward_forms() -> Iterator[Variant]:
             if narrow and plain and not (max(dims) == 64 and scores["has_softcap"]):
                 turns = (True,) if persistent else BOTH if match else (False,)
                 forms += [by_keys(with_dq=True, together=together) for together in turns]
-            block_ns = BLOCK_NS if narrow and plain else SMALL_BLOCK_NS
+            block_ns = dq_block_ns(*dims, scores["has_softcap"], not plain)
             for bn, dbias in product(block_ns, BOTH if scores.get("has_bias") else (False,)):
                 more = {"out_matches": match, "want_dbias": dbias}
                 forms.append(choose_query_form(*dims, bn, **more, **options))

@@ -302,12 +302,20 @@ def _other_ptxas() -> tuple[str, dict[str, Any]] | None:
 @functools.cache
 def wastes_registers() -> bool:
     """Whether this Triton makes code of the Hopper forward that takes more registers than others'.
-    That of 3.8 spills in loops: with three consumers where results do not leave through shared
-    memory, and with 256 columns where scores are capped or results are added to what is there; for
-    parts of tiles there is no way around it."""
+    That of 3.8 spills with three consumers, and with 256 columns where scores are capped or results
+    are added to what is there; for parts of tiles there is no way around it."""
     import triton
 
     return triton.__version__.startswith("3.8.")
+
+
+@functools.cache
+def copies_operands() -> bool:
+    """Whether code of this Triton copies operands of products that are in registers, and so has one
+    or two registers fewer where there are few: that of 3.9; newer ones are taken for such."""
+    import triton
+
+    return not triton.__version__.startswith(("3.6.", "3.7.", "3.8."))
 
 
 @functools.cache

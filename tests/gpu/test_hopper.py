@@ -312,6 +312,26 @@ def test_what_it_cannot_do():
         flex_flash_attn_func(*odd, masks.causal(100), backend="hopper")
 
 
+@pytest.mark.parametrize("value", [-2.0, 3.0, float("nan")])
+@pytest.mark.parametrize(("d", "heads"), [(64, 64), (128, 3), (128, 64)])
+def test_max_logits_of_each_part(d, heads, value):
+    """One row differs from the rest, in each part of a tile, of few tiles and of many."""
+    tokens = 1100
+    k = torch.ones(tokens, heads, d, device="cuda", dtype=torch.bfloat16)
+    for row in (5, 70, 134, 900, 1098):
+        q = torch.full_like(k, -5 / d)
+        q[row, 1] = value / d
+        _, meta = flex_flash_attn_func(
+            *(q, k, k, masks.full(tokens)),
+            **{"softmax_scale": 1.0, "return_max_logits": True, "backend": "hopper"},
+        )
+        expected = torch.full((heads,), -5.0, device="cuda")
+        expected[1] = value
+        torch.testing.assert_close(
+            meta.max_logits, expected, equal_nan=True, rtol=1e-6, atol=0, msg=f"row {row}"
+        )
+
+
 def test_nothing_to_see():
     """Rows without keys, keys without tokens."""
     q = torch.randn(200, 2, 128, device="cuda", dtype=torch.bfloat16)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import itertools
 import json
 import os
@@ -12,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from keel._versions import wastes_registers
 
 ROOT = Path(__file__).parents[2]
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 90: 232_448}
@@ -69,10 +70,8 @@ def test_kernels_compile_and_fit(arch):
 
 
 def spilling(variants: list[dict]) -> list[dict]:
-    """Those of the Hopper kernels that keep anything on the stack; in loops, where Triton is newer
-    than 3.7, whose code needs more registers."""
-    strict = importlib.metadata.version("triton").startswith(("3.6.", "3.7."))
-    return [v for v in variants if v["STACK" if strict else "loop_spills"]]
+    """Those of the Hopper kernels that keep anything on the stack, in loops or outside of them."""
+    return [v for v in variants if v["STACK"]]
 
 
 @pytest.mark.parametrize("part", ["0/2", "1/2"])
@@ -90,7 +89,8 @@ def test_hopper_kernels_do_not_spill(which):
     variants = compiled("compile_hopper.py", which)
     assert {(v["d"], v["bn"]) for v in variants} >= {(64, 128), (128, 64), (128, 128), (256, 64)}
     if which == "whole":
-        assert {v["bn"] for v in variants if v["consumers"] == 3} == {64, 128}
+        three = {v["bn"] for v in variants if v["consumers"] == 3}
+        assert three == (set() if wastes_registers() else {64, 128})
     else:
         assert {v["pack"] for v in variants if v["cuts"]} >= {1, 4, 8, 16, 64}
     for v in variants:

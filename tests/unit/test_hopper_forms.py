@@ -15,7 +15,7 @@ from triton import knobs
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from keel import _versions, masks
-from keel.kernels import hopper_forms, hopper_fwd, hopper_launch, launch
+from keel.kernels import hopper_dq_launch, hopper_forms, hopper_fwd, hopper_launch, launch
 from keel.kernels.hopper_launch import choose_form
 from keel.kernels.hopper_tiles import three_are_faster
 from keel.meta import Scoring
@@ -93,6 +93,47 @@ def test_fullest_loops_make_addresses_anew_where_none_is_kept(monkeypatch, keeps
         fewer = options | {option: False}
         assert not choose_form(256, 256, 64, out_matches=True, **fewer).seeks
     assert not choose_form(128, 128, 64, out_matches=True, **options).seeks
+
+
+@pytest.mark.parametrize(
+    ("version", "copies"),
+    [("3.6.0", False), ("3.7.1", False), ("3.8.0", False), ("3.9.0", True), ("4.0.0", True)],
+)
+def test_which_triton_copies_operands(monkeypatch, version, copies):
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", version)
+    assert _versions.copies_operands.__wrapped__() is copies
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_what_has_no_register_for_addresses_is_not_staged(monkeypatch, copies):
+    """Results of three consumers, where operands take registers that others have."""
+    monkeypatch.setattr(hopper_launch, "copies_operands", lambda: copies)
+
+    def staged(consumers: int, **options: bool) -> bool:
+        return choose_form(64, 64, 128, out_matches=True, consumers=consumers, **options).staged
+
+    assert staged(2) and staged(3) is not copies
+    assert not staged(2, accumulate=True) and not staged(3, accumulate=True)
+    monkeypatch.setattr(hopper_dq_launch, "copies_operands", lambda: copies)
+    both, one = (64, 128), (64,)
+    assert hopper_dq_launch.dq_block_ns(128, 96, True, False) == (one if copies else both)
+    assert hopper_dq_launch.dq_block_ns(128, 128, False, False) == both
+    assert hopper_dq_launch.dq_block_ns(64, 64, True, False) == both
+    assert hopper_dq_launch.dq_block_ns(64, 64, False, True) == one
+    assert hopper_dq_launch.dq_block_ns(64, 136, False, False) == one
+
+
+@pytest.mark.parametrize("wastes", [True, False])
+def test_parts_of_wide_tiles_are_spooled_where_they_have_registers(monkeypatch, wastes):
+    monkeypatch.setattr(hopper_launch, "wastes_registers", lambda: wastes)
+
+    def spools(d: int, **options: bool) -> bool:
+        return choose_form(d, d, 64, out_matches=True, **options).spools
+
+    assert spools(256, cuts=True) is not wastes
+    assert spools(256) and spools(192) and not spools(128)
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
@@ -278,19 +319,18 @@ def test_halves_are_skipped_where_there_are_registers_for_it():
 
 
 @pytest.mark.parametrize(
-    ("three_fit", "dtype", "accumulate", "consumers"),
+    ("wastes", "dtype", "accumulate", "consumers"),
     [
-        (True, torch.float32, True, 3),
         (False, torch.bfloat16, False, 3),
-        (False, torch.float32, False, 2),
-        (False, torch.bfloat16, True, 2),
+        (False, torch.float32, True, 3),
+        (True, torch.bfloat16, False, 2),
+        (True, torch.float32, True, 2),
     ],
 )
 def test_three_consumers_where_they_have_registers(
-    monkeypatch, three_fit, dtype, accumulate, consumers
+    monkeypatch, wastes, dtype, accumulate, consumers
 ):
-    """Where those of a Triton spill without staging, two work on what is not staged."""
-    monkeypatch.setattr(hopper_launch, "wastes_registers", lambda: not three_fit)
+    monkeypatch.setattr(hopper_launch, "wastes_registers", lambda: wastes)
     monkeypatch.setattr(hopper_launch, "num_sms", lambda device: 132)
     monkeypatch.setattr(hopper_launch, "work_counter", lambda kind, device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

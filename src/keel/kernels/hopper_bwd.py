@@ -198,7 +198,7 @@ def step(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, dk, dv, c
     # where there are registers for it
     FEW: gl.constexpr = MASKED or not form.TOGETHER if BM > HALF else MASKED and form.TOGETHER
     AHEAD: gl.constexpr = not (form.HAS_SOFTCAP or form.PERSISTENT or FEW)
-    if form.PLAIN or (form.HAS_BIAS and BM > HALF):
+    if form.PLAIN or form.ASKS_ANEW or (form.HAS_BIAS and BM > HALF):
         # with the other one, plain loops read the number of their thread again and again, and those
         # of a bias and a softcap spill
         stage = count % form.STAGES
@@ -343,7 +343,10 @@ def go_by_heads(cid: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, ti
     if not form.READS_AHEAD:
         touch_bounds(inputs, form, tile.split, mine)
     while left > 0:
-        head = end_head - left
+        if form.ASKS_ANEW:
+            head = (tile.lane + 1 + hidden_zero()) * numbers.heads_each - left
+        else:
+            head = end_head - left
         run = tile.first
         alibi = slope_of(inputs.terms, form, head)
         if form.READS_AHEAD:
@@ -527,7 +530,7 @@ def hopper_bwd_kernel(
         (first_consumer, (inputs, numbers, ring, FORM)),
         (second_consumer, (inputs, numbers, ring, FORM)),
         (producer, (inputs, numbers, ring, FORM)),
-    ], [4, 1], [240, FORM.PRODUCER_REGISTERS])
+    ], [4, 1], [FORM.SECOND_REGISTERS, FORM.PRODUCER_REGISTERS])
 
 
 # fmt: on

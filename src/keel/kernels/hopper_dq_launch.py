@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from keel._versions import copies_operands
 from keel.kernels.flash_common import num_sms, score_tensors, section_heads
 from keel.kernels.hopper_launch import block_of, describing, on_device
 from keel.kernels.launch import Prepared, Recipe, launch
@@ -16,10 +17,6 @@ from keel.tile_records import ROWS, best_records
 
 if TYPE_CHECKING:
     from keel.kernels.hopper_forms import QueryForm
-
-BLOCK_NS = (64, 128)
-SMALL_BLOCK_NS = (64,)
-"""For head dims above 128, bias and ALiBi: registers hold no more."""
 
 
 def fill_dq(
@@ -107,6 +104,12 @@ def term_numbers(scoring: Scoring, hq: int, tq: int, tk: int) -> dict[str, int]:
     return numbers
 
 
+def dq_block_ns(d: int, dim_v: int, has_softcap: bool, has_terms: bool) -> tuple[int, ...]:
+    """Keys of a block that registers leave room for; terms are a bias and ALiBi."""
+    full = has_softcap and max(d, dim_v) > 64 and copies_operands()
+    return (64,) if max(d, dim_v) > 128 or has_terms or full else (64, 128)
+
+
 def choose_query_form(
     d: int,
     dim_v: int,
@@ -159,7 +162,7 @@ def _prepare(
 ) -> Prepared | None:
     (tq, hq, d), (tk, hk, dim_v) = q.shape, v.shape
     flags, numbers = term_flags(scoring), term_numbers(scoring, hq, tq, tk)
-    block_ns = BLOCK_NS if max(d, dim_v) <= 128 and not numbers else SMALL_BLOCK_NS
+    block_ns = dq_block_ns(d, dim_v, scoring.softcap > 0, bool(numbers))
     if dbias is not None:
         heads, rows, _ = dbias.expand(hq, tq, tk).stride()
         numbers |= {"stride_dbh": heads, "stride_dbi": rows}

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from keel import tile_records
 from keel._versions import (
+    copies_operands,
     goes_on_after_products,
     holds_wide_tiles,
     keeps_addresses,
@@ -184,7 +185,9 @@ class Form(Constants):
     @property
     def rereads(self) -> bool:
         """Bounds of rows are read when they are needed: there are few registers."""
-        return self.least or (self.q_buffers == 1 and self.has_softcap)
+        parts = self.cuts and self.q_buffers == 2 and self.bn == 128
+        capped = self.q_buffers == 1 and self.has_softcap
+        return self.least or capped or (parts and wastes_registers())
 
     @property
     def carries(self) -> bool:
@@ -232,10 +235,23 @@ class Form(Constants):
         run the same code have 240 if the producer has 24."""
         if self.one_code:
             return 24
+        # elsewhere, what leaves nothing on the stack
+        wide_parts = self.cuts and self.dv > 64
         if self.carries:
-            return 32
-        # which of the two leaves nothing on the stack, with Triton 3.6
-        return 32 if self.has_softcap and not (self.cuts and self.dv > 64) else 24
+            if wide_parts and copies_operands():
+                return 24
+            return 40 if self.cuts and self.has_softcap and not keeps_addresses() else 32
+        if wide_parts:
+            return 24
+        return 32 if self.has_softcap or (wastes_registers() and not self.cuts) else 24
+
+    @property
+    def by_factors(self) -> bool:
+        """The producer multiplies by what the host gives it, in place of divisions, and begins a
+        tile sooner. Loops of wide heads are 5 to 7 % slower with it; forms of parts of tiles, of
+        packed heads, and of three consumers that add would keep a number on the stack."""
+        adds = self.consumers == 3 and self.accumulate
+        return self.q_buffers == 2 and self.pack == 1 and not (self.cuts or adds)
 
     @property
     def tops(self) -> bool:
@@ -303,8 +319,23 @@ class BackwardForm(Constants):
 
     @property
     def producer_registers(self) -> int:
-        """Of the 512 of four threads; the second consumer has 240, the first what is left."""
+        """Of four threads, one of each; the second consumer has its own, the first what is left."""
         return 32 if self.has_offset and self.d == 64 else 24
+
+    @property
+    def second_registers(self) -> int:
+        """Of the second consumer."""
+        return 248 if self.has_bias and self._is_full else 240
+
+    @property
+    def asks_anew(self) -> bool:
+        """The number of a head is made anew for each: no register is left for the last one's."""
+        return self.has_alibi and self.persistent and self._is_full
+
+    @property
+    def _is_full(self) -> bool:
+        """With Triton 3.9 there is one number more than registers."""
+        return self.has_softcap and self.d == 64 and copies_operands()
 
     @property
     def dv(self) -> int:
@@ -415,6 +446,12 @@ class QueryForm(Constants):
     def has_terms(self) -> bool:
         """Something is added to scores."""
         return self.has_bias or self.has_alibi
+
+    @property
+    def asks_anew(self) -> bool:
+        """How many blocks of threads there are is asked when it is needed: Triton 3.9 has no
+        register to keep it in."""
+        return copies_operands()
 
     @property
     def short(self) -> bool:

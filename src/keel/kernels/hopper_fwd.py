@@ -105,6 +105,13 @@ class Numbers(NamedTuple):
     stride_oh: Any
     most_parts: Any
     """Of one tile."""
+    all_factor: Any
+    """Of all work of a section, of `section` and of `group`: see `quotient`."""
+    all_shift: Any
+    section_factor: Any
+    section_shift: Any
+    group_factor: Any
+    group_shift: Any
 
 
 class Ring(NamedTuple):
@@ -366,14 +373,16 @@ def third_consumer(inputs, numbers, ring, form: gl.constexpr):
     consumer(2, 2, inputs, numbers, ring, form)
 
 
-NUMBERS = ["num_tiles", "section", "num_heads", "group", "num_work", "most_parts"]
+NUMBERS = ["num_tiles", "section", "num_heads", "group", "num_work", "most_parts",
+           *(f"{of}_{name}" for of in ("all", "section", "group") for name in ("factor", "shift"))]
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_fwd_kernel(
     O, Q, K, V, OUT, LSE, MAX_LOGITS, SINK, PARTS, MEETINGS, SHARES, TILES, RUNS, ROW_LO, ROW_HI,
     COUNTER, scale, softcap, num_tiles, section, num_heads, group, num_work, stride_ot, stride_oh,
-    most_parts, FORM: gl.constexpr,
+    most_parts, all_factor, all_shift, section_factor, section_shift, group_factor, group_shift,
+    FORM: gl.constexpr,
 ):
     Q_BUFFERS: gl.constexpr = FORM.Q_BUFFERS
     STAGES: gl.constexpr = FORM.STAGES
@@ -404,7 +413,8 @@ def hopper_fwd_kernel(
         Q, K, V, O, OUT, LSE, MAX_LOGITS, SINK, PARTS, MEETINGS, SHARES, TILES, RUNS, ROW_LO,
         ROW_HI, COUNTER)
     numbers = Numbers(scale, softcap, num_tiles, section, num_heads, group, num_work, stride_ot,
-                      stride_oh, most_parts)
+                      stride_oh, most_parts, all_factor, all_shift, section_factor, section_shift,
+                      group_factor, group_shift)
     # registers of all but the first, which gets what is left of 512 for four threads, one of each
     if FORM.ONE_CODE:
         gl.warp_specialize([

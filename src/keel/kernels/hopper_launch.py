@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from keel._versions import constant_in_traces, launch_stream, wastes_registers
+from keel._versions import (
+    constant_in_traces,
+    copies_operands,
+    launch_stream,
+    wastes_registers,
+)
 from keel.kernels import flash_fwd
 from keel.kernels.flash_common import compute_capability, l2_bytes, num_sms, section_heads
 from keel.kernels.hopper_tiles import Tiles, may_pack, meetings, tiles_for
@@ -130,9 +135,12 @@ def choose_form(
             f"turns go with two stages, and blocks of {bn} keys have {stages}: use 128"
         )
     staged = small and block_d == block_dv and out_matches and not options.get("accumulate")
+    if consumers == 3 and copies_operands():
+        staged = False  # addresses would be kept on the stack
     spools = not small and out_matches and not options.get("accumulate")
-    if options.get("has_softcap") and block_d == block_dv == 256:
-        spools = False  # loops spill with Triton 3.6
+    parts = options.get("cuts") and wastes_registers()
+    if block_d == block_dv == 256 and (options.get("has_softcap") or parts):
+        spools = False  # loops spill with Triton 3.6 where scores are capped
     if skips is None:
         # elsewhere there are no registers for it: loops spill with Triton 3.6
         added = options.get("accumulate", False) and dv == block_dv
@@ -208,9 +216,9 @@ def forward(
 
     # torch's own allocations are aligned, so out always is
     q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))
-    three_fit = not wastes_registers() or (not accumulate and _matches(out, q))
-    cuts_fit = not wastes_registers() or max_logits is None
-    tiles = _tiles_for(q, v, mask, scoring, form, three_fit=three_fit, cuts_fit=cuts_fit)
+    fits = not wastes_registers()
+    cuts_fit = fits or max_logits is None
+    tiles = _tiles_for(q, v, mask, scoring, form, three_fit=fits, cuts_fit=cuts_fit)
     return launch(
         hopper_fwd_kernel,
         (mask, scoring.scale, scoring.softcap, accumulate, sm_margin, form),
@@ -359,6 +367,7 @@ def _prepare(
             **{"scale": scoring.scale, "softcap": scoring.softcap},
             **{"num_tiles": len(records.tiles), "section": section, "num_heads": heads},
             **{"group": heads // hk, "num_work": num_work, "FORM": form},
+            **(factors(len(records.tiles), section, heads // hk) if form.by_factors else {}),
             **{"stride_ot": out.stride(0), "stride_oh": out.stride(1)},
         },
         num_warps=form.warps,
@@ -368,6 +377,29 @@ def _prepare(
         left_out=(*left_out, *(("PARTS", "MEETINGS") if cut is None else ())),
         numbers_between=_numbers_between(tiles, q, v),
     )
+
+
+def factors(num_tiles: int, section: int, group: int) -> dict[str, int]:
+    """What the producer multiplies by, and how far it shifts, in place of divisions."""
+    divisors = {"all": num_tiles * section, "section": section, "group": group}
+    found = {name: as_factor(divisor) for name, divisor in divisors.items()}
+    return {
+        **{f"{name}_factor": factor for name, (factor, _) in found.items()},
+        **{f"{name}_shift": shift for name, (_, shift) in found.items()},
+    }
+
+
+def as_factor(divisor: int) -> tuple[int, int]:
+    """(factor, shift): for 0 <= n < 2^31, n // divisor is n times the factor, shifted to the right.
+
+    The factor has 32 bits, here those of a negative number.
+
+    >>> factor, shift = as_factor(7)
+    >>> [n * (factor + 2**32) >> shift for n in (0, 6, 7, 2**31 - 1)] == [0, 0, 1, 306783378]
+    True
+    """
+    bits = (divisor - 1).bit_length()
+    return -(-(1 << (31 + bits)) // divisor) - (1 << 32), 31 + bits
 
 
 def check_compiled(form: Form, compiled: Any) -> None:

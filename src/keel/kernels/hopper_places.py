@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from keel._versions import reinterpreted, thread_barrier
+from keel.kernels.hopper_common import PART
 from keel.kernels.hopper_forms import (
     FIELDS_EMPTY_AT,
     FIELDS_FULL_AT,
@@ -147,11 +148,12 @@ def leave_tops(ring, buffer, row, tops, form: gl.constexpr):
 
 @gluon.jit
 def left_tops(ring, buffer, part: gl.constexpr, layout: gl.constexpr, form: gl.constexpr):
-    AT: gl.constexpr = form.PLACES_AT + TOPS
-    row = part * form.OWN_ROWS + gl.arange(0, form.OWN_ROWS, layout)
+    """Those of 64 rows, of which a lane has two neighbours."""
+    AT: gl.constexpr = form.PLACES_AT + TOPS + part * PART * 4
+    row = gl.arange(0, PART, layout)
     return gl.inline_asm_elementwise(
-        f"ld.shared.f32 $0, [$1+{AT}];", "=f,r,~{memory}",
-        [ring.at + (buffer * form.ROWS + row) * 4], dtype=gl.float32, is_pure=False, pack=1)
+        f"ld.shared.v2.f32 {{$0, $1}}, [$2+{AT}];", "=f,=f,r,r,~{memory}",
+        [ring.at + (buffer * form.ROWS + row) * 4], dtype=gl.float32, is_pure=False, pack=2)
 
 
 # fmt: on
