@@ -301,9 +301,9 @@ def _other_ptxas() -> tuple[str, dict[str, Any]] | None:
 
 @functools.cache
 def wastes_registers() -> bool:
-    """Whether this Triton makes code of the Hopper forward that takes more registers than others'.
-    That of 3.8 spills with three consumers, and with 256 columns where scores are capped or results
-    are added to what is there; for parts of tiles there is no way around it."""
+    """Whether this Triton makes code of the Hopper kernels that takes more registers than others'.
+    The forward of 3.8 spills with three consumers, and with 256 columns where scores are capped or
+    results are added to what is there; for parts of tiles there is no way around it."""
     import triton
 
     return triton.__version__.startswith("3.8.")

@@ -125,15 +125,43 @@ def test_what_has_no_register_for_addresses_is_not_staged(monkeypatch, copies):
     assert hopper_dq_launch.dq_block_ns(64, 136, False, False) == one
 
 
-@pytest.mark.parametrize("wastes", [True, False])
-def test_parts_of_wide_tiles_are_spooled_where_they_have_registers(monkeypatch, wastes):
+@pytest.mark.parametrize(("wastes", "copies"), [(False, False), (True, False), (False, True)])
+def test_parts_of_wide_tiles_are_spooled_where_they_have_registers(monkeypatch, wastes, copies):
     monkeypatch.setattr(hopper_launch, "wastes_registers", lambda: wastes)
+    monkeypatch.setattr(hopper_launch, "copies_operands", lambda: copies)
 
-    def spools(d: int, **options: bool) -> bool:
-        return choose_form(d, d, 64, out_matches=True, **options).spools
+    def spools(d: int, dv: int, **options: bool) -> bool:
+        return choose_form(d, dv, 64, out_matches=True, **options).spools
 
-    assert spools(256, cuts=True) is not wastes
-    assert spools(256) and spools(192) and not spools(128)
+    assert spools(256, 256, cuts=True) is not (wastes or copies)
+    assert spools(256, 128, cuts=True) and spools(64, 256, cuts=True)
+    assert spools(256, 256) and spools(192, 192) and not spools(128, 128)
+
+
+def test_registers_where_operands_are_copied(monkeypatch):
+    """Each of these is the one number with which Triton 3.9 keeps nothing on the stack."""
+    monkeypatch.setattr(hopper_forms, "copies_operands", lambda: True)
+    monkeypatch.setattr(hopper_forms, "wastes_registers", lambda: False)
+    monkeypatch.setattr(hopper_forms, "keeps_addresses", lambda: True)
+
+    def wide(dv: int, **options: bool) -> hopper_forms.Form:
+        return choose_form(256, dv, 64, out_matches=False, has_softcap=True, **options)
+
+    for accumulate in (True, False):
+        full = wide(256, want_max=True, accumulate=accumulate)
+        assert full.caps_anew and full.producer_registers == 24
+        cut = wide(256, want_max=True, cuts=True, accumulate=accumulate)
+        assert not cut.caps_anew and cut.producer_registers == 32
+        assert wide(256, cuts=True, accumulate=accumulate).producer_registers == 24
+        assert wide(128, cuts=True, accumulate=accumulate).producer_registers == 32
+    assert not wide(256).caps_anew and not wide(128, want_max=True).caps_anew
+
+
+@pytest.mark.parametrize(("wastes", "copies"), [(False, False), (True, False), (False, True)])
+def test_dq_keeps_the_size_of_the_grid_where_it_has_registers(monkeypatch, wastes, copies):
+    monkeypatch.setattr(hopper_forms, "wastes_registers", lambda: wastes)
+    monkeypatch.setattr(hopper_forms, "copies_operands", lambda: copies)
+    assert hopper_forms.QueryForm(128, 128, 128, 128).asks_anew is (wastes or copies)
 
 
 @pytest.mark.parametrize("goes_on", [True, False])

@@ -217,6 +217,12 @@ class Form(Constants):
         return fullest and not keeps_addresses()
 
     @property
+    def caps_anew(self) -> bool:
+        """Numbers of a softcap are constants, or made anew for each block: Triton 3.9 has no
+        registers to keep them in."""
+        return self.least and self.caps_top and copies_operands()
+
+    @property
     def late(self) -> bool:
         """Nothing is read ahead of a run of blocks: there are no registers for it."""
         return self.q_buffers == 1
@@ -236,12 +242,15 @@ class Form(Constants):
         if self.one_code:
             return 24
         # elsewhere, what leaves nothing on the stack
+        if self.caps_anew:
+            return 24
         wide_parts = self.cuts and self.dv > 64
         if self.carries:
             if wide_parts and copies_operands():
                 return 24
             return 40 if self.cuts and self.has_softcap and not keeps_addresses() else 32
-        if wide_parts:
+        more = self.has_softcap and copies_operands() and (self.want_max or self.dv < 256)
+        if wide_parts and not more:
             return 24
         return 32 if self.has_softcap or (wastes_registers() and not self.cuts) else 24
 
@@ -449,9 +458,9 @@ class QueryForm(Constants):
 
     @property
     def asks_anew(self) -> bool:
-        """How many blocks of threads there are is asked when it is needed: Triton 3.9 has no
-        register to keep it in."""
-        return copies_operands()
+        """How many blocks of threads there are is asked when it is needed: Triton 3.8 and 3.9 have
+        no register to keep it in."""
+        return copies_operands() or wastes_registers()
 
     @property
     def short(self) -> bool:

@@ -214,7 +214,7 @@ def consumer(code: gl.constexpr, cid, inputs, numbers, ring, form: gl.constexpr)
     srow_l: gl.constexpr = gl.SliceLayout(1, s_l)
     scale2 = numbers.scale * LOG2E
     if form.HAS_SOFTCAP:
-        scale2 = numbers.scale * 0.0 + LOG2E
+        scale2 = gl.to_tensor(LOG2E) if form.CAPS_ANEW else numbers.scale * 0.0 + LOG2E
     mine = code * ROWS + gl.arange(0, ROWS, srow_l)
     acc = gl.zeros([ROWS, form.DV], gl.float32, o_l)
     total = gl.zeros([ROWS], gl.float32, srow_l)

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from keel.kernels.hopper_common import (
     FAR,
     HALF,
+    anew,
     capped,
     hide,
     lane_sums,
@@ -80,6 +81,11 @@ def products(q, k, WHICH: gl.constexpr, form: gl.constexpr):
 
 
 @gluon.jit
+def scale_of(numbers, form: gl.constexpr):
+    return anew(numbers.scale) if form.CAPS_ANEW else numbers.scale
+
+
+@gluon.jit
 def scores(s, key, lo, hi, raw_top, numbers, form: gl.constexpr, MASKED: gl.constexpr):
     """Scores as they go into the softmax, and the highest before softcap where that is wanted."""
     if form.HAS_SOFTCAP:
@@ -88,7 +94,7 @@ def scores(s, key, lo, hi, raw_top, numbers, form: gl.constexpr, MASKED: gl.cons
             if MASKED:
                 raw = hide(raw, key, lo, hi, form.BITS, LANES=form.LEAST)
             raw_top = gl.maximum(raw_top, row_max(raw, form))
-        s = capped(s, numbers.scale, numbers.softcap)
+        s = capped(s, scale_of(numbers, form), numbers.softcap)
     if MASKED:
         s = hide(s, key, lo, hi, form.BITS, LANES=form.LEAST)
     return s, raw_top
@@ -100,7 +106,7 @@ def tops_of(s, raw_top, scale2, numbers, form: gl.constexpr):
     CAPS_TOP of all so far, where rows without a key have the lowest that there is, not -inf: a key
     with a score of -inf has it too."""
     if form.CAPS_TOP:
-        return capped(raw_top, numbers.scale, numbers.softcap) * scale2
+        return capped(raw_top, scale_of(numbers, form), numbers.softcap) * scale2
     else:
         return row_max(s, form) * scale2
 

@@ -138,9 +138,10 @@ def choose_form(
     if consumers == 3 and copies_operands():
         staged = False  # addresses would be kept on the stack
     spools = not small and out_matches and not options.get("accumulate")
-    parts = options.get("cuts") and wastes_registers()
+    parts = options.get("cuts") and (wastes_registers() or copies_operands())
     if block_d == block_dv == 256 and (options.get("has_softcap") or parts):
-        spools = False  # loops spill with Triton 3.6 where scores are capped
+        # loops spill with Triton 3.6 where scores are capped; parts keep an address on the stack
+        spools = False
     if skips is None:
         # elsewhere there are no registers for it: loops spill with Triton 3.6
         added = options.get("accumulate", False) and dv == block_dv
