@@ -158,10 +158,19 @@ def test_registers_where_operands_are_copied(monkeypatch):
 
 
 @pytest.mark.parametrize(("wastes", "copies"), [(False, False), (True, False), (False, True)])
-def test_dq_keeps_the_size_of_the_grid_where_it_has_registers(monkeypatch, wastes, copies):
+def test_what_the_backward_has_no_register_for_is_made_anew(monkeypatch, wastes, copies):
     monkeypatch.setattr(hopper_forms, "wastes_registers", lambda: wastes)
     monkeypatch.setattr(hopper_forms, "copies_operands", lambda: copies)
     assert hopper_forms.QueryForm(128, 128, 128, 128).asks_anew is (wastes or copies)
+
+    def narrow(d: int, **options: bool) -> hopper_forms.BackwardForm:
+        return hopper_forms.BackwardForm(d, 8192 // d, d, d, has_softcap=True, **options)
+
+    assert narrow(64, has_alibi=True, persistent=True).asks_anew is (wastes or copies)
+    assert not narrow(64, has_alibi=True).asks_anew and not narrow(64, persistent=True).asks_anew
+    assert not narrow(128, has_alibi=True, persistent=True).asks_anew
+    assert narrow(64, has_bias=True).second_registers == (248 if copies else 240)
+    assert narrow(64).second_registers == narrow(128, has_bias=True).second_registers == 240
 
 
 @pytest.mark.parametrize("goes_on", [True, False])

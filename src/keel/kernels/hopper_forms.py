@@ -333,18 +333,16 @@ class BackwardForm(Constants):
 
     @property
     def second_registers(self) -> int:
-        """Of the second consumer."""
-        return 248 if self.has_bias and self._is_full else 240
+        """Of the second consumer: with Triton 3.9 the first has one number less than registers."""
+        full = self.has_bias and self.has_softcap and self.d == 64
+        return 248 if full and copies_operands() else 240
 
     @property
     def asks_anew(self) -> bool:
-        """The number of a head is made anew for each: no register is left for the last one's."""
-        return self.has_alibi and self.persistent and self._is_full
-
-    @property
-    def _is_full(self) -> bool:
-        """With Triton 3.9 there is one number more than registers."""
-        return self.has_softcap and self.d == 64 and copies_operands()
+        """The number of a head is made anew for each: Triton 3.8 and 3.9 have no register left for
+        the last one's."""
+        full = self.has_alibi and self.persistent and self.has_softcap and self.d == 64
+        return full and (copies_operands() or wastes_registers())
 
     @property
     def dv(self) -> int:
