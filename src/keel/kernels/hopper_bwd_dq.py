@@ -126,8 +126,9 @@ def my_tile(inputs, numbers, form: gl.constexpr, work):
     if form.PERSISTENT:
         place, head = place_of(work, numbers.num_tiles, numbers.section)
     else:
+        number = gl.program_id(2)
         section = blocks_anew() if form.ASKS_ANEW else gl.num_programs(0)
-        head = gl.program_id(2) * section + gl.program_id(0)
+        head = number * section + gl.program_id(0)
         place = gl.program_id(1)
     record = inputs.TILES + place * FIELDS
     return Tile(gl.load(record), gl.load(record + 1), head, gl.load(record + 2),
