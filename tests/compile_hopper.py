@@ -85,9 +85,10 @@ def cuts() -> list[Form]:
     def form(d: int, bn: int, staged: bool = True, **options: Any) -> Form:
         return choose_form(d, d, bn, out_matches=staged, want_max=True, cuts=True, **options)
 
+    capped = (128,) if wastes_registers() else (128, 256)  # the other one is not cut there
     return [
         *(form(d, bn) for d in (64, 128, 256) for bn in block_ns(d, d, False)),
-        *(form(d, 64, has_softcap=True, has_sink=True) for d in (128, 256)),
+        *(form(d, 64, has_softcap=True, has_sink=True) for d in capped),
         form(128, 128, staged=False, accumulate=True),
         choose_form(192, 128, 128, out_matches=True, want_max=True, cuts=True),
     ]

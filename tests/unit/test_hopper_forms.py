@@ -65,23 +65,22 @@ def test_wide_tiles_are_carried_where_registers_hold_them(monkeypatch, held):
 
 
 @pytest.mark.parametrize(
-    ("version", "holds"), [("3.6.0", True), ("3.7.1", True), ("3.8.0", False), ("3.9.0", False)]
+    ("question", "yes", "no"),
+    [
+        ("holds_wide_tiles", ("3.6.0", "3.7.1"), ("3.8.0", "3.9.0")),
+        ("keeps_addresses", ("3.6.0", "3.8.0", "3.9.0"), ("3.7.1",)),
+        ("wastes_registers", ("3.8.0",), ("3.6.0", "3.7.1", "3.9.0", "4.0.0")),
+        ("copies_operands", ("3.9.0", "4.0.0"), ("3.6.0", "3.7.1", "3.8.0")),
+        ("goes_on_after_products", ("3.6.0", "3.8.1"), ("3.9.0", "4.0.0")),
+    ],
 )
-def test_which_triton_holds_wide_tiles(monkeypatch, version, holds):
+def test_what_is_known_of_versions_of_triton(monkeypatch, question, yes, no):
     import triton
 
-    monkeypatch.setattr(triton, "__version__", version)
-    assert _versions.holds_wide_tiles.__wrapped__() is holds
-
-
-@pytest.mark.parametrize(
-    ("version", "keeps"), [("3.6.0", True), ("3.7.1", False), ("3.8.0", True), ("3.9.0", True)]
-)
-def test_which_triton_keeps_addresses(monkeypatch, version, keeps):
-    import triton
-
-    monkeypatch.setattr(triton, "__version__", version)
-    assert _versions.keeps_addresses.__wrapped__() is keeps
+    for version in yes + no:
+        monkeypatch.setattr(triton, "__version__", version)
+        answer = getattr(_versions, question).__wrapped__()
+        assert answer is (version in yes), version
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -95,17 +94,6 @@ def test_fullest_loops_make_addresses_anew_where_none_is_kept(monkeypatch, keeps
     assert not choose_form(128, 128, 64, out_matches=True, **options).seeks
 
 
-@pytest.mark.parametrize(
-    ("version", "copies"),
-    [("3.6.0", False), ("3.7.1", False), ("3.8.0", False), ("3.9.0", True), ("4.0.0", True)],
-)
-def test_which_triton_copies_operands(monkeypatch, version, copies):
-    import triton
-
-    monkeypatch.setattr(triton, "__version__", version)
-    assert _versions.copies_operands.__wrapped__() is copies
-
-
 @pytest.mark.parametrize("copies", [True, False])
 def test_what_has_no_register_for_addresses_is_not_staged(monkeypatch, copies):
     """Results of three consumers, where operands take registers that others have."""
@@ -116,6 +104,10 @@ def test_what_has_no_register_for_addresses_is_not_staged(monkeypatch, copies):
 
     assert staged(2) and staged(3) is not copies
     assert not staged(2, accumulate=True) and not staged(3, accumulate=True)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_blocks_of_dq_are_what_registers_hold(monkeypatch, copies):
     monkeypatch.setattr(hopper_dq_launch, "copies_operands", lambda: copies)
     both, one = (64, 128), (64,)
     assert hopper_dq_launch.dq_block_ns(128, 96, True, False) == (one if copies else both)
@@ -235,16 +227,6 @@ def test_blocks_of_128_keys_where_shared_memory_holds_them():
     assert not (small.turns or small.halves or small.skips or small.bits)
     assert not choose_form(256, 128, 64, out_matches=True).skips
     assert not choose_form(192, 64, 128, out_matches=True).skips
-
-
-@pytest.mark.parametrize(
-    ("version", "goes_on"), [("3.6.0", True), ("3.8.1", True), ("3.9.0", False), ("4.0.0", False)]
-)
-def test_which_triton_goes_on_after_products(monkeypatch, version, goes_on):
-    import triton
-
-    monkeypatch.setattr(triton, "__version__", version)
-    assert _versions.goes_on_after_products.__wrapped__() is goes_on
 
 
 SET_UP = 'asm "@$0 mbarrier.init.shared::cta.b64 [$1], 1;"(i1 %1, ptr addrspace(3) {})\n'
