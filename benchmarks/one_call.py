@@ -5,7 +5,8 @@
         python benchmarks/one_call.py --fa3 DIR forward:full:8192:16:16:256 > profile.csv
 
 Cells are pass:mask:tokens:query heads:key heads:head dim. Each is computed once before the profiler
-starts, so that nothing is compiled below it, and compared: who is compared is right.
+starts, so that nothing is compiled below it, and compared: who is compared is right. With --peer
+keel-plain, what max logits cost.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cells", nargs="+", type=cell, metavar="pass:mask:tokens:hq:hk:d")
     usual = "fa3" if torch.cuda.is_available() else ON_CPU[0]
-    parser.add_argument("--peer", choices=PEERS, default=usual)
+    parser.add_argument("--peer", choices=(*PEERS, "keel-plain"), default=usual)
     parser.add_argument("--fa3", type=Path, default=default_folder(), help="folder of fa3_peer.py")
     args = parser.parse_args(arguments)
     for direction, case in args.cells:

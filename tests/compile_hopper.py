@@ -1,7 +1,7 @@
 """Compiles the Hopper kernels without a GPU, and reads registers and spills.
 
-python tests/compile_hopper.py whole|others|near|all [part]
-near: those near the limit. part: 2/15 for every 15th, from the third on.
+python tests/compile_hopper.py whole|others|near|all [part [dtype]]
+near: those near the limit. part: 2/15 for every 15th, from the third on. dtype: bf16 or fp16.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def three_consumers() -> list[Form]:
     ]
 
 
-def signature(form: Form) -> tuple[dict[str, str], dict, dict]:
-    """(types, constants, alignments) of a call with contiguous bf16 tensors."""
+def signature(form: Form, dtype: str = "bf16") -> tuple[dict[str, str], dict, dict]:
+    """(types, constants, alignments) of a call with contiguous tensors of a dtype."""
     rows, columns = (form.own_rows // form.pack, form.pack), form.d // form.panels
     boxes = {"Q": (*rows, columns), "K": (form.bn, 1, columns), "V": (form.bn, 1, form.dv)}
     if form.staged or form.spools:
@@ -128,11 +128,11 @@ def signature(form: Form) -> tuple[dict[str, str], dict, dict]:
         elif name in boxes:
             block = list(boxes[name])
             layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-            types[name] = f"tensordesc<bf16{block},{layout!r}>"
+            types[name] = f"tensordesc<{dtype}{block},{layout!r}>"
         elif name == "OUT":
             apart = form.q_buffers == 2 and not form.staged
             in_full = form.accumulate or (apart and not (form.consumers == 3 and copies_operands()))
-            types[name] = "*fp32" if in_full else "*bf16"
+            types[name] = "*fp32" if in_full else f"*{dtype}"
         elif name.isupper():
             types[name] = "*fp32" if name in FLOATS else "*i32"
         else:
@@ -142,18 +142,24 @@ def signature(form: Form) -> tuple[dict[str, str], dict, dict]:
     return types, constants, aligned
 
 
+def compile_form(form: Form, dtype: str = "bf16") -> Any:
+    """What a launch would run, after the check that it would make."""
+    types, constants, aligned = signature(form, dtype)
+    source = GluonASTSource(
+        hopper_fwd.hopper_fwd_kernel, types, constexprs=constants, attrs=aligned
+    )
+    with sparing_ptxas() as options:
+        options = {"num_warps": form.warps, "enable_fp_fusion": True, **options}
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    check_compiled(form, compiled)
+    return compiled
+
+
 def main() -> None:
-    which, part = (*sys.argv[1:], "0/1")[:2]
+    given = dict(enumerate(sys.argv[1:]))
+    which, part, dtype = given[0], given.get(1, "0/1"), given.get(2, "bf16")
     for form in part_of(forms(which), part):
-        types, constants, aligned = signature(form)
-        source = GluonASTSource(
-            hopper_fwd.hopper_fwd_kernel, types, constexprs=constants, attrs=aligned
-        )
-        target = GPUTarget("cuda", 90, 32)
-        with sparing_ptxas() as options:
-            options = {"num_warps": form.warps, "enable_fp_fusion": True, **options}
-            compiled = triton.compile(source, target=target, options=options)
-        check_compiled(form, compiled)
+        compiled = compile_form(form, dtype)
         print(json.dumps(dataclasses.asdict(form) | resources_and_spills(compiled)), flush=True)
 
 

@@ -1,7 +1,8 @@
 """Compiles the Hopper backward without a GPU, and reads registers, spills, loops and copies.
 
-python tests/compile_hopper_bwd.py few|near|all [part]
-near: those near the limit. part: 2/15 for every 15th, from the third on.
+python tests/compile_hopper_bwd.py few|near|all [part [dtype]]
+near: those near the limit. part: 2/15 for every 15th, from the third on. dtype: bf16 or fp16, of
+all forms; the others have their own.
 """
 
 from __future__ import annotations
@@ -188,9 +189,10 @@ def chain_of(ptx: str) -> list[str]:
 
 
 def main() -> None:
-    which, part = (*sys.argv[1:], "0/1")[:2]
+    given = dict(enumerate(sys.argv[1:]))
+    which, part, dtype = given[0], given.get(1, "0/1"), given.get(2, "bf16")
     chosen = {"few": FEW, "near": NEAR}
-    variants = [as_variant(*x) for x in chosen[which]] if which in chosen else backward_forms()
+    variants = [as_variant(*x) for x in chosen[which]] if which in chosen else backward_forms(dtype)
     for variant in part_of(list(dict.fromkeys(variants)), part):
         compiled = compile_variant(variant)
         line = {"form": type(variant.form).__name__} | dataclasses.asdict(variant.form)

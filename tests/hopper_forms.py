@@ -21,9 +21,18 @@ from keel.kernels.hopper_launch import block_ns, can_be_paced, can_pack, choose_
 
 BackwardForms = BackwardForm | WideForm | QueryForm
 BOTH = (False, True)
-NARROW_DIMS = ((64, 64), (128, 128))
-WIDE_DIMS = ((192, 128), (192, 192), (256, 256), (256, 128), (256, 64), (128, 256), (64, 256))
-PACK = 8
+NARROW_DIMS = ((64, 64), (128, 128), (64, 128), (128, 64))
+WIDE_DIMS = (
+    (192, 128),
+    (192, 64),
+    (192, 192),
+    (256, 256),
+    (256, 128),
+    (256, 64),
+    (128, 256),
+    (64, 256),
+)
+PACKS = (2, 4, 8, 16, 32, 64)
 
 
 def paced(form: Form) -> Form:
@@ -33,7 +42,6 @@ def paced(form: Form) -> Form:
 
 
 def forward_forms() -> Iterator[Form]:
-    """Of packed heads, one number."""
     for dims, softcap, sink in product((*NARROW_DIMS, (96, 96), *WIDE_DIMS), BOTH, BOTH):
         for bn, cuts in product(block_ns(*dims, softcap), BOTH):
             scores = {"has_softcap": softcap, "has_sink": sink}
@@ -50,20 +58,20 @@ def forward_forms() -> Iterator[Form]:
                 if can_be_paced(form):
                     yield paced(form)
                 if can_pack(*dims):
-                    yield choose_form(*dims, bn, pack=PACK, **options)
+                    yield from (choose_form(*dims, bn, pack=pack, **options) for pack in PACKS)
                 may_be_three = dims == (64, 64) and not (softcap or cuts)
                 if may_be_three and not wastes_registers():
                     yield choose_form(*dims, bn, consumers=3, **options)
 
 
-def term_choices(largest: int) -> Iterator[tuple[dict[str, bool], str]]:
+def term_choices(largest: int, dtype: str) -> Iterator[tuple[dict[str, bool], str]]:
     """What is done to scores, and the dtype of a bias."""
     for softcap in BOTH:
-        yield {"has_softcap": softcap}, "bf16"
-        yield {"has_softcap": softcap, "has_alibi": True}, "bf16"
-        for bias in ("bf16", "fp32") if largest <= LARGEST_WITH_FP32_BIAS else ("bf16",):
+        yield {"has_softcap": softcap}, dtype
+        yield {"has_softcap": softcap, "has_alibi": True}, dtype
+        for bias in (dtype, "fp32") if largest <= LARGEST_WITH_FP32_BIAS else (dtype,):
             yield {"has_softcap": softcap, "has_bias": True}, bias
-    yield {"has_softcap": False, "has_alibi": True, "has_offset": True}, "bf16"
+    yield {"has_softcap": False, "has_alibi": True, "has_offset": True}, dtype
 
 
 class Variant(NamedTuple):
@@ -77,10 +85,12 @@ class Variant(NamedTuple):
     """Results have the dtype of q."""
 
 
-def backward_forms() -> Iterator[Variant]:
+def backward_forms(dtype: str = "bf16") -> Iterator[Variant]:
     for dims in (*NARROW_DIMS, *WIDE_DIMS):
         narrow = max(dims) <= 128
-        for (scores, bias), persistent, match in product(term_choices(max(dims)), BOTH, BOTH):
+        for (scores, bias), persistent, match in product(
+            term_choices(max(dims), dtype), BOTH, BOTH
+        ):
             plain = not any(scores.get(term) for term in ("has_bias", "has_alibi"))
             options = {"persistent": persistent, **scores}
             by_keys = partial(choose_backward_form, *dims, outs_match=match, **options)
@@ -93,7 +103,7 @@ def backward_forms() -> Iterator[Variant]:
             for bn, dbias in product(block_ns, BOTH if scores.get("has_bias") else (False,)):
                 more = {"out_matches": match, "want_dbias": dbias}
                 forms.append(choose_query_form(*dims, bn, **more, **options))
-            yield from (Variant(form, bias=bias, match=match) for form in forms)
+            yield from (Variant(form, dtype, bias, match) for form in forms)
 
 
 def part_of(forms: list[Any], part: str) -> list[Any]:

@@ -27,6 +27,7 @@ def test_splits_when_they_end_earlier():
     assert chosen(masks.causal(2048), 1) == 1
     assert chosen(masks.causal(65536), 8) == 1
     assert chosen(masks.full(256), 8) == 8  # 16 blocks of threads for 132 SMs
+    assert chosen(masks.full(32768), 8) == 1  # 8 end 1 % earlier, if they take no longer
 
 
 LONG_AND_SHORT = masks.documents(

@@ -181,10 +181,26 @@ def test_two_consumers_run_one_code_where_none_stops_for_the_other(monkeypatch, 
         assert apart.codes == apart.consumers and apart.arrivals == 4 * apart.consumers
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_small_blocks_have_four_stages_where_barriers_suffice(monkeypatch, goes_on):
+    for module in (hopper_forms, hopper_launch):
+        monkeypatch.setattr(module, "goes_on_after_products", lambda: goes_on)
+
+    def form(d: int = 128, bn: int = 64, **options):
+        return choose_form(d, d, bn, out_matches=True, **options)
+
+    four = form()
+    assert (four.stages, four.keys_free) == ((4, 8) if goes_on else (3, 9))
+    for other in (form(64), form(pack=8), form(cuts=True), form(has_softcap=True)):
+        assert (other.stages, other.keys_free) == (3, 9)
+    assert (form(bn=128).stages, form(bn=128).keys_free) == (2, 9)
+
+
 @pytest.mark.parametrize(
     ("dims", "bn", "queries_at", "places_at"),
     [  # queries, keys, values and PLACES in KiB, as Triton laid them down
         ((128, 128), 128, 0, 64 + 64 + 64),
+        ((128, 128), 64, 0, 64 + 64 + 64),
         ((64, 64), 64, 0, 32 + 24 + 24),
         ((64, 128), 64, 48, 48 + 32 + 24),  # values are larger than queries
         ((256, 256), 64, 0, 64 + 64 + 64),
@@ -254,6 +270,12 @@ def test_what_kernels_take_for_granted_is_looked_at():
         with pytest.raises(RuntimeError, match="stops all warps in a tile"):
             check_compiled(first, barriers, ptx=BEFORE + stop)
         check_compiled(first, barriers, ptx=BEFORE + stop, cuts=True)  # four warps have it alone
+    for bn, taken in ((64, 6), (128, 7)):
+        own = BEFORE + f"barrier.cta.arrive.aligned \t{taken}, 32;\n"
+        with pytest.raises(RuntimeError, match=rf"takes named barrier {taken}, .* from {taken} on"):
+            check_compiled(first, barriers, ptx=own, bn=bn)
+        check_compiled(first, barriers, ptx=own.replace(f"{taken},", f"{taken - 1},"), bn=bn)
+        check_compiled(first, barriers, ptx=own, cuts=True)
     with pytest.raises(RuntimeError, match=r"no products.*nothing was launched"):
         check_compiled(first, barriers, ptx="no product is found in it")
     check_compiled(at(49152), at(106496), dims=(64, 128), bn=64)

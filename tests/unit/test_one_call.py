@@ -59,9 +59,10 @@ def test_a_peer_that_computes_something_else_is_an_error(monkeypatch):
         one_call.main(["--peer", "sdpa", "forward:full:128:2:2:16"])
 
 
-def test_gradients_are_compared_with_torchs(capsys):
-    one_call.main(["--peer", "sdpa", "backward:causal:96:4:2:16"])
-    assert "backward of causal 96" in capsys.readouterr().out
+@pytest.mark.parametrize("peer", ["sdpa", "keel-plain"])
+def test_gradients_are_compared(peer, capsys):
+    one_call.main(["--peer", peer, "backward:causal:96:4:2:16"])
+    assert f"backward of causal 96, 4:2 heads, d 16: keel, then {peer}" in capsys.readouterr().out
 
 
 def test_a_peer_that_cannot_says_why():

@@ -149,18 +149,18 @@ def add_product(a, b, sums, SHORT: gl.constexpr):
 @gluon.jit
 def stage_of(count, form: gl.constexpr):
     """Where block number `count` lies."""
-    if form.STAGES == 2:
-        return count & 1
+    if form.STAGES == 3:
+        return count % 3
     else:
-        return count % form.STAGES
+        return count & (form.STAGES - 1)
 
 
 @gluon.jit
 def phase_of(count, form: gl.constexpr):
-    if form.STAGES == 2:
-        return (count >> 1) & 1
+    if form.STAGES == 3:
+        return (count // 3) & 1
     else:
-        return (count // form.STAGES) & 1
+        return (count >> (form.STAGES // 2)) & 1
 
 
 @gluon.jit

@@ -133,6 +133,17 @@ class Form(Constants):
         return self.warps * self.codes
 
     @property
+    def keys_free(self) -> int:
+        """First named barrier of the stages of keys; those of values are from 12 to 15."""
+        return 8 if self.stages == 4 else 9
+
+    @property
+    def meeting(self) -> int:
+        """First of two at which consumers of one code meet; what is below is left to Triton, which
+        has 0 and 1 there, and elsewhere up to 8."""
+        return self.keys_free - 2
+
+    @property
     def places(self) -> int:
         """Size of PLACES, each of 8 bytes: more than anything else is large that is not there for
         queries, keys or values."""
@@ -246,7 +257,8 @@ class Form(Constants):
             return 24
         wide_parts = self.cuts and self.dv > 64
         if self.carries:
-            if wide_parts and copies_operands():
+            packed = self.pack > 1 and self.bn == 128
+            if wide_parts and (copies_operands() or (packed and wastes_registers())):
                 return 24
             return 40 if self.cuts and self.has_softcap and not keeps_addresses() else 32
         more = self.has_softcap and copies_operands() and (self.want_max or self.dv < 256)

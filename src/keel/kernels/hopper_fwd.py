@@ -59,7 +59,7 @@ from keel.kernels.hopper_places import (
     wait_at,
     warpgroup,
 )
-from keel.kernels.hopper_producer import K_FREE, V_FREE, producer
+from keel.kernels.hopper_producer import V_FREE, producer
 from keel.kernels.hopper_put_away import put_away
 from keel.kernels.hopper_rows import bounds, token_of
 from keel.kernels.hopper_sending import wait_until_sent
@@ -252,7 +252,7 @@ def consumer(code: gl.constexpr, cid, inputs, numbers, ring, form: gl.constexpr)
                 put_away(code, inputs, numbers, ring, form, False, old_row0, old_end, old_head,
                          old_share, buffer ^ 1, acc, total, top2, raw_top, mine, o_l)
         s = warpgroup_mma_wait(0, [s])
-        mark(K_FREE + stage, form.CONSUMERS)
+        mark(form.KEYS_FREE + stage, form.CONSUMERS)
         key = tile.key
         raw_top = gl.full([ROWS], float("-inf"), gl.float32, srow_l)
         if tile.first < tile.split:

@@ -21,7 +21,7 @@ from keel.kernels.hopper_common import (
     take_turn,
 )
 from keel.kernels.hopper_places import K_FULL, V_FULL, wait_at
-from keel.kernels.hopper_producer import K_FREE, V_FREE
+from keel.kernels.hopper_producer import V_FREE
 
 # fmt: off
 
@@ -164,7 +164,7 @@ def step(cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
     acc = add_values(ring, acc, probs, stage, form)
     pass_turn(cid, form)
     s = warpgroup_mma_wait(PENDING, [s])
-    mark(K_FREE + next_stage, form.CONSUMERS)
+    mark(form.KEYS_FREE + next_stage, form.CONSUMERS)
     if WHICH == 1:
         key += HALF
     s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, MASKED)
@@ -199,7 +199,7 @@ def pass_by(cid, ring, acc, probs, count, form: gl.constexpr, p_l: gl.constexpr)
     stage = stage_of(count, form)
     next_stage = stage_of(count + 1, form)
     wait_at(ring, K_FULL, next_stage, phase_of(count + 1, form), form)
-    mark(K_FREE + next_stage, form.CONSUMERS)
+    mark(form.KEYS_FREE + next_stage, form.CONSUMERS)
     take_turn(cid, form)
     wait_at(ring, V_FULL, stage, phase_of(count, form), form)
     acc = add_values(ring, acc, probs, stage, form)

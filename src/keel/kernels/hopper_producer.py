@@ -37,9 +37,8 @@ from keel.kernels.hopper_rows import raise_group
 PANEL = gl.constexpr(hopper_forms.PANEL)
 LATE = gl.constexpr(2)
 """Blocks of threads that others do not wait for before a tile."""
-K_FREE = gl.constexpr(9)
 V_FREE = gl.constexpr(12)
-"""First named barriers of the stages of keys and of values; Triton itself uses those up to 8."""
+"""First named barrier of the stages of values; of keys, `Form.keys_free`."""
 
 
 @gluon.jit
@@ -112,7 +111,7 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
             while key < end:
                 stage = stage_of(count, form)
                 if count >= form.STAGES:
-                    wait_for(K_FREE + stage, form.CONSUMERS)
+                    wait_for(form.KEYS_FREE + stage, form.CONSUMERS)
                 keys_came = one_of(ring, K_FULL, stage)
                 mbarrier.expect(keys_came, form.BN * form.D * 2)
                 bring(inputs.k, key, kv_head, keys_came, ring.k, stage, form)
@@ -136,7 +135,7 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
     publish(ring, slot, 0, -1)
     mbarrier.arrive(one_of(ring, FIELDS_FULL, slot), count=1)
     for block in range(gl.maximum(count - form.STAGES, 0), count):  # marks nobody waited for
-        wait_for(K_FREE + block % form.STAGES, form.CONSUMERS)
+        wait_for(form.KEYS_FREE + block % form.STAGES, form.CONSUMERS)
         wait_for(V_FREE + block % form.STAGES, form.CONSUMERS)
     if form.TOPS:
         if turn > 1:

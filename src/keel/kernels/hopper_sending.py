@@ -38,7 +38,7 @@ def stage_rows(ring, x, buffer, form: gl.constexpr, CHUNK: gl.constexpr):
         version=[3, 0], warps_per_cta=[form.WARPS, 1], instr_shape=[16, HALF, 16])
     x = gl.convert_layout(x, layout)
     AT: gl.constexpr = CHUNK * form.ROWS * 128
-    # barriers 7 and 8: below those of stages and turns, above Triton's own, which are 0 and 1 here
+    MEETING: gl.constexpr = form.MEETING
     STORE: gl.constexpr = stores(AT)
     MEET: gl.constexpr = "bar.sync number, 128;" if CHUNK == 0 else ""
     place = gl.full(x.shape, ring.at + buffer * (form.ROWS * form.D * 2), gl.int32, layout)
@@ -47,7 +47,7 @@ def stage_rows(ring, x, buffer, form: gl.constexpr, CHUNK: gl.constexpr):
         .reg .b32 lane, warp, number, first, second, third, fourth;
         mov.u32 warp, %tid.x;
         shr.u32 number, warp, 7;
-        add.u32 number, number, 7;
+        add.u32 number, number, {MEETING};
         shr.u32 warp, warp, 5;
         mov.u32 lane, %laneid;
         and.b32 second, lane, 15;
