@@ -48,7 +48,7 @@ def forms(which: str) -> list[Form]:
         # with 3.7
         capped = choose_form(128, 128, 64, out_matches=True, has_softcap=True, cuts=True)
         three = three_consumers()[1::2]
-        return [wide, *three, cuts()[3], packed()[2], met, sink, together, capped]
+        return [wide, *three, cuts()[3], *packed()[1:3], met, sink, together, capped]
     plain = [
         choose_form(d, dv, bn, out_matches=True, want_max=True)
         for d, dv in ((64, 64), (128, 128), (64, 128), (192, 128), (256, 256), (64, 256))

@@ -149,6 +149,19 @@ def test_registers_where_operands_are_copied(monkeypatch):
     assert not wide(256).caps_anew and not wide(128, want_max=True).caps_anew
 
 
+@pytest.mark.parametrize("wastes", [True, False])
+def test_parts_of_packed_heads_have_more_registers_where_they_are_wasted(monkeypatch, wastes):
+    monkeypatch.setattr(hopper_forms, "wastes_registers", lambda: wastes)
+    monkeypatch.setattr(hopper_forms, "copies_operands", lambda: False)
+
+    def producer(bn: int = 128, dv: int = 128, pack: int = 4, cuts: bool = True) -> int:
+        form = choose_form(128, dv, bn, out_matches=True, pack=pack, cuts=cuts)
+        return form.producer_registers
+
+    assert producer() == producer(pack=2) == producer(pack=64) == (24 if wastes else 32)
+    assert producer(bn=64) == producer(dv=64) == producer(pack=1) == producer(cuts=False) == 32
+
+
 @pytest.mark.parametrize(("wastes", "copies"), [(False, False), (True, False), (False, True)])
 def test_what_the_backward_has_no_register_for_is_made_anew(monkeypatch, wastes, copies):
     monkeypatch.setattr(hopper_forms, "wastes_registers", lambda: wastes)
