@@ -1,11 +1,10 @@
 """One call of Keel and of a peer for each cell, for a profiler to look at; it measures nothing.
 
-    ncu --profile-from-start off --page raw --csv --section SpeedOfLight \
-        --section ComputeWorkloadAnalysis --section SchedulerStats --section WarpStateStats \
-        python benchmarks/one_call.py --fa3 DIR forward:full:8192:16:16:256 > profile.csv
+    ncu --profile-from-start off python benchmarks/one_call.py --fa3 DIR forward:full:8192:16:16:256
 
-Cells are pass:mask:tokens:query heads:key heads:head dim. Each is computed once before the profiler
-starts, so that nothing is compiled below it, and compared: who is compared is right. With --peer
+`profile_table.py` says what else to give ncu, and makes a table of what it prints. Cells are
+pass:mask:tokens:query heads:key heads:head dim. Each is computed once before the profiler starts,
+so that nothing is compiled below it, and compared: who is compared is right. With --peer
 keel-plain, what max logits cost.
 """
 
@@ -21,6 +20,7 @@ from attention_bench import Case, prepare_call
 from attention_masks import DIRECTIONS, MASKS
 from attention_peers import ON_CPU, PEERS, default_folder, maker, why_absent, why_not
 from exact import TOLERANCE, worst_error
+from timing import machine
 
 
 def cell(text: str) -> tuple[str, Case]:
@@ -66,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--peer", choices=(*PEERS, "keel-plain"), default=usual)
     parser.add_argument("--fa3", type=Path, default=default_folder(), help="folder of fa3_peer.py")
     args = parser.parse_args(arguments)
+    print(f"torch {torch.__version__}, triton {machine()[1]}")
     for direction, case in args.cells:
         profile(direction, case, args.peer, args.fa3)
 

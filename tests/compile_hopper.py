@@ -48,7 +48,8 @@ def forms(which: str) -> list[Form]:
         # with 3.7
         capped = choose_form(128, 128, 64, out_matches=True, has_softcap=True, cuts=True)
         three = three_consumers()[1::2]
-        return [wide, *three, cuts()[3], *packed()[1:3], met, sink, together, capped]
+        # with 3.8 the first two of the packed ones
+        return [wide, *three, cuts()[3], *packed()[1:4], met, sink, together, capped]
     plain = [
         choose_form(d, dv, bn, out_matches=True, want_max=True)
         for d, dv in ((64, 64), (128, 128), (64, 128), (192, 128), (256, 256), (64, 256))
@@ -72,7 +73,7 @@ def packed() -> list[Form]:
 
     return [
         form(128, 128, 8),
-        *(form(128, 128, pack, cuts=True) for pack in (4, 64)),
+        *(form(128, 128, pack, cuts=True) for pack in (2, 4, 64)),
         form(64, 128, 16, cuts=True),
         form(128, 64, 8, has_softcap=True, has_sink=True, cuts=True),
         form(128, 128, 8, staged=False, accumulate=True, cuts=True),

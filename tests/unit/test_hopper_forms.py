@@ -15,7 +15,14 @@ from triton import knobs
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from keel import _versions, masks
-from keel.kernels import hopper_dq_launch, hopper_forms, hopper_fwd, hopper_launch, launch
+from keel.kernels import (
+    hopper_common,
+    hopper_dq_launch,
+    hopper_forms,
+    hopper_fwd,
+    hopper_launch,
+    launch,
+)
 from keel.kernels.hopper_launch import choose_form
 from keel.kernels.hopper_tiles import three_are_faster
 from keel.meta import Scoring
@@ -196,17 +203,25 @@ def test_two_consumers_run_one_code_where_none_stops_for_the_other(monkeypatch, 
 
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_small_blocks_have_four_stages_where_barriers_suffice(monkeypatch, goes_on):
-    for module in (hopper_forms, hopper_launch):
-        monkeypatch.setattr(module, "goes_on_after_products", lambda: goes_on)
+    monkeypatch.setattr(hopper_forms, "goes_on_after_products", lambda: goes_on)
 
-    def form(d: int = 128, bn: int = 64, **options):
-        return choose_form(d, d, bn, out_matches=True, **options)
+    def form(d: int = 128, dv: int = 128, bn: int = 64, **options):
+        return choose_form(d, dv, bn, out_matches=True, **options)
 
-    four = form()
-    assert (four.stages, four.keys_free) == ((4, 8) if goes_on else (3, 9))
-    for other in (form(64), form(pack=8), form(cuts=True), form(has_softcap=True)):
-        assert (other.stages, other.keys_free) == (3, 9)
+    for four in (form(), form(96, 96), form(want_max=True), form(accumulate=True)):
+        assert (four.stages, four.keys_free) == ((4, 8) if goes_on else (3, 9))
+    small = [form(64, 64), form(64, 128), form(128, 64)]
+    for three in (*small, form(pack=8), form(cuts=True), form(has_softcap=True)):
+        assert (three.stages, three.keys_free) == (3, 9)
     assert (form(bn=128).stages, form(bn=128).keys_free) == (2, 9)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_stages_take_turns_and_change_their_phase(stages):
+    of = SimpleNamespace(STAGES=stages)
+    for count in range(3 * stages):
+        place = hopper_common.stage_of.fn(count, of), hopper_common.phase_of.fn(count, of)
+        assert place == (count % stages, count // stages % 2)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +237,8 @@ def test_small_blocks_have_four_stages_where_barriers_suffice(monkeypatch, goes_
         ((64, 256), 64, 64 + 34, 64),
     ],
 )
-def test_larger_arrays_are_laid_down_first(dims, bn, queries_at, places_at):
+def test_larger_arrays_are_laid_down_first(monkeypatch, dims, bn, queries_at, places_at):
+    monkeypatch.setattr(hopper_forms, "goes_on_after_products", lambda: True)
     form = choose_form(*dims, bn, out_matches=True)
     assert (form.queries_at, form.places_at) == (1024 * queries_at, 1024 * places_at)
     spooled = 0 if not form.spools else 16 if (dims, bn) == ((192, 128), 128) else 32
@@ -268,7 +284,9 @@ def check_compiled(*places: str, ptx: str = BEFORE, dims=(128, 128), bn=128, **o
     hopper_launch.check_compiled(form, SimpleNamespace(asm={"llir": llir, "ptx": ptx}))
 
 
-def test_what_kernels_take_for_granted_is_looked_at():
+def test_what_kernels_take_for_granted_is_looked_at(monkeypatch):
+    monkeypatch.setattr(hopper_forms, "goes_on_after_products", lambda: True)
+
     def at(place: int) -> str:
         return f"getelementptr (i8, ptr addrspace(3) @global_smem, i32 {place})"
 
@@ -285,10 +303,12 @@ def test_what_kernels_take_for_granted_is_looked_at():
         check_compiled(first, barriers, ptx=BEFORE + stop, cuts=True)  # four warps have it alone
     for bn, taken in ((64, 6), (128, 7)):
         own = BEFORE + f"barrier.cta.arrive.aligned \t{taken}, 32;\n"
-        with pytest.raises(RuntimeError, match=rf"takes named barrier {taken}, .* from {taken} on"):
+        with pytest.raises(RuntimeError, match=rf"take named barrier {taken}; .* from {taken}:"):
             check_compiled(first, barriers, ptx=own, bn=bn)
         check_compiled(first, barriers, ptx=own.replace(f"{taken},", f"{taken - 1},"), bn=bn)
         check_compiled(first, barriers, ptx=own, cuts=True)
+    with pytest.raises(RuntimeError, match="take named barrier -1"):
+        check_compiled(first, barriers, ptx="wgmma.mma_async.sync a;")
     with pytest.raises(RuntimeError, match=r"no products.*nothing was launched"):
         check_compiled(first, barriers, ptx="no product is found in it")
     check_compiled(at(49152), at(106496), dims=(64, 128), bn=64)

@@ -65,7 +65,7 @@ PARTS_BESIDE = 12.0
 """what it costs that there are parts: more launches. Fitted to documents of 4k tokens, 64:8."""
 
 PARTS_SLOWER = 1.025
-"""Loops that end in parts take so much longer: full masks of 16k and 32k tokens, 64:8."""
+"""All of this takes so many times as long where it ends in parts: full masks of 16k and 32k."""
 
 DOUBLE_SECTION = 0.025
 """How much longer twice as many heads at once take: for nine masks of 32:32 heads on an H200 it

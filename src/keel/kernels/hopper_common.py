@@ -157,6 +157,7 @@ def stage_of(count, form: gl.constexpr):
 
 @gluon.jit
 def phase_of(count, form: gl.constexpr):
+    """Which of two its barrier is in; one, two, three or four stages."""
     if form.STAGES == 3:
         return (count // 3) & 1
     else:

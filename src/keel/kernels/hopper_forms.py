@@ -134,13 +134,18 @@ class Form(Constants):
 
     @property
     def keys_free(self) -> int:
-        """First named barrier of the stages of keys; those of values are from 12 to 15."""
+        """First named barrier of the stages of keys. The named barriers of the forward are
+
+        - Triton's own, 0 and 1 where consumers run one code, and few more elsewhere,
+        - `meeting` and the next one,
+        - from here on one for each stage of keys, and from 12 on one for each stage of values,
+        - of turns, which go with two stages, 11, 14 and 15.
+        """
         return 8 if self.stages == 4 else 9
 
     @property
     def meeting(self) -> int:
-        """First of two at which consumers of one code meet; what is below is left to Triton, which
-        has 0 and 1 there, and elsewhere up to 8."""
+        """First of two named barriers, at which the warps of each consumer of one code meet."""
         return self.keys_free - 2
 
     @property

@@ -15,7 +15,6 @@ import triton
 from keel._versions import (
     constant_in_traces,
     copies_operands,
-    goes_on_after_products,
     launch_stream,
     wastes_registers,
 )
@@ -131,9 +130,6 @@ def choose_form(
             f"to {PART} go with head dims up to 128 and 2 consumers"
         )
     stages = 3 if small and bn == 64 else 2
-    one_code = consumers == 2 and pack == 1 and not options.get("cuts") and goes_on_after_products()
-    if stages == 3 and block_d == block_dv == 128 and one_code and not options.get("has_softcap"):
-        stages = 4  # tiny documents up to 6 % faster; with a softcap full masks 2 % slower
     if turns and stages != 2:
         raise ValueError(
             f"turns go with two stages, and blocks of {bn} keys have {stages}: use 128"
@@ -152,7 +148,7 @@ def choose_form(
         whole = options.get("want_max", False) or not options.get("cuts")
         skips = (staged or spools or added) and whole and _can_skip(d, dv, bn, pack)
     columns = 192 if 128 < d <= 192 else block_d  # see `Form.panels`
-    return Form(
+    form = Form(
         *(columns, block_dv, bn),
         stages=stages,
         q_buffers=2 if small else 1,
@@ -167,6 +163,10 @@ def choose_form(
         pack=pack,
         **options,
     )
+    if form.one_code and (block_d, block_dv, bn) == (128, 128, 64) and not form.has_softcap:
+        # tiny documents are up to 6 % faster; with a softcap, full masks are 2 % slower
+        return dataclasses.replace(form, stages=4)
+    return form
 
 
 def can_pack(d: int, dv: int) -> bool:
@@ -421,8 +421,8 @@ def check_compiled(form: Form, compiled: Any) -> None:
         problem = "has no products that could be found"
     elif form.one_code and re.search(r"bar(rier)?\.(cta\.)?sync(\.aligned)?\s+0\b", behind):
         problem = "stops all warps in a tile"
-    elif form.one_code and (taken := _named_barriers(compiled.asm["ptx"])) >= form.meeting:
-        problem = f"takes named barrier {taken}, which it has for itself from {form.meeting} on"
+    elif form.one_code and not 0 <= (taken := _highest_barrier(compiled.asm["ptx"])) < form.meeting:
+        problem = f"lets Triton take named barrier {taken}; consumers have them from {form.meeting}"
     if problem is not None:
         raise RuntimeError(
             f"the Hopper forward as compiled by Triton {triton.__version__} {problem}: nothing was "
@@ -430,10 +430,11 @@ def check_compiled(form: Form, compiled: Any) -> None:
         )
 
 
-def _named_barriers(ptx: str) -> int:
-    """The highest that Triton takes: its numbers are written out, those of one code never are."""
+def _highest_barrier(ptx: str) -> int:
+    """Of the named ones that Triton takes, which are written out: those of one code never are. -1
+    for none, which cannot be."""
     numbers = re.findall(r"\bbar(?:rier)?\.(?:cta\.)?(?:sync|arrive)\S*\s+(\d+)\b", ptx)
-    return max(map(int, numbers), default=0)
+    return max(map(int, numbers), default=-1)
 
 
 def describing(

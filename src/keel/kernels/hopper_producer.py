@@ -38,7 +38,7 @@ PANEL = gl.constexpr(hopper_forms.PANEL)
 LATE = gl.constexpr(2)
 """Blocks of threads that others do not wait for before a tile."""
 V_FREE = gl.constexpr(12)
-"""First named barrier of the stages of values; of keys, `Form.keys_free`."""
+"""First named barrier of the stages of values; of keys, and of all others, `Form.keys_free`."""
 
 
 @gluon.jit
