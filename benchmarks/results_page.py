@@ -237,6 +237,14 @@ SECTIONS: dict[str, Callable[[Path, Sequence[Line], Path], str]] = {
         "Few heads, short lengths: tiles by when the last is done",
         ("mask", "tokens", "hq", "hk", "d", "way", "ms", "faster", "cut_tiles", "error"),
     ),
+    "profile.csv": plain_section(
+        "Below ncu, which holds clocks at 1.3 GHz: all kernels of a call",
+        (
+            *("cell", "who", "kernels", "clocks", "active_clocks", "instructions", "icache_misses"),
+            *("tensor_pct", "no_instruction", "at_barriers", "for_data", "shared_pct", "l2_pct"),
+        ),
+        named_by=("cell", "who"),
+    ),
     "host_cost.csv": plain_section(
         "Cost of a call on the host, microseconds",
         ("backend", "direction", "grad", "max_logits", "us", "us_least"),
