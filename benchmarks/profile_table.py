@@ -21,8 +21,10 @@ from pathlib import Path
 
 from timing import append_csv
 
+import keel
+
 HERE = Path(__file__).parent
-KERNELS = HERE.parent / "src" / "keel" / "kernels"
+KERNELS = Path(keel.__file__).parent / "kernels"
 CLOCKS = "gpc__cycles_elapsed.max"
 SUMS = {
     "clocks": CLOCKS,
