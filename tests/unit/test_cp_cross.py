@@ -99,6 +99,15 @@ def test_keys_stay_with_their_only_reader() -> None:
     assert rows_received(mask, queries, keys).sum() == 0
 
 
+def test_what_nobody_reads_takes_no_room_from_readers() -> None:
+    """Row i sees keys up to i + 6 of 14: those from 9 on are for the rank that reads nothing."""
+    mask = AttnMask(np.array([[0, 3, 0, 14, -3, 6]]), 3, 14)
+    queries = Layout([0, 1], [1, 3], [0, 1], 3)
+    keys = near_readers(mask, queries, unit=1)
+    assert keys.tokens_of(2).tolist() == [9, 10, 11, 12, 13]
+    assert rows_received(mask, queries, keys).sum() == 7  # of 16: nine are with a reader
+
+
 def test_rows_count_before_work() -> None:
     """Of the first eight keys, one query on rank 0 reads seven, and 99 on rank 1 one."""
     mask = AttnMask.from_ranges([(0, 1), (1, 100)], [(0, 7), (7, 8)], 0, 100, 16)
