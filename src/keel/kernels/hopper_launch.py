@@ -414,6 +414,7 @@ def check_compiled(form: Form, compiled: Any) -> None:
     begun = re.findall(r"mbarrier\.init[^\n]*@global_smem(?:, i\d+ (\d+))?", compiled.asm["llir"])
     found, expected = [int(place or 0) for place in begun], [form.queries_at, form.places_at]
     _, products, behind = compiled.asm["ptx"].partition("wgmma.mma_async")
+    taken = _named_barriers(compiled.asm["ptx"])
     problem = None
     if found != expected:
         problem = f"has queries and barriers at {found} of shared memory, not at {expected}"
@@ -421,8 +422,12 @@ def check_compiled(form: Form, compiled: Any) -> None:
         problem = "has no products that could be found"
     elif form.one_code and re.search(r"bar(rier)?\.(cta\.)?sync(\.aligned)?\s+0\b", behind):
         problem = "stops all warps in a tile"
-    elif form.one_code and not 0 <= (taken := _highest_barrier(compiled.asm["ptx"])) < form.meeting:
-        problem = f"lets Triton take named barrier {taken}; consumers have them from {form.meeting}"
+    elif form.one_code and not taken:
+        problem = "has no named barriers that could be found"
+    elif form.one_code and max(taken) >= form.meeting:
+        problem = (
+            f"lets Triton take named barrier {max(taken)}; consumers have them from {form.meeting}"
+        )
     if problem is not None:
         raise RuntimeError(
             f"the Hopper forward as compiled by Triton {triton.__version__} {problem}: nothing was "
@@ -430,11 +435,10 @@ def check_compiled(form: Form, compiled: Any) -> None:
         )
 
 
-def _highest_barrier(ptx: str) -> int:
-    """Of the named ones that Triton takes, which are written out: those of one code never are. -1
-    for none, which cannot be."""
+def _named_barriers(ptx: str) -> set[int]:
+    """Those that Triton takes, which are written out: those of one code never are."""
     numbers = re.findall(r"\bbar(?:rier)?\.(?:cta\.)?(?:sync|arrive)\S*\s+(\d+)\b", ptx)
-    return max(map(int, numbers), default=-1)
+    return set(map(int, numbers))
 
 
 def describing(
