@@ -47,6 +47,7 @@ MEANS = {
 """those of which the mean counts, each kernel for as long as it takes."""
 ASKED = ("instructions", "icache_requests", "icache_misses")
 """No section has these."""
+GPU = "device__attribute_display_name"
 
 Kernel = dict[str, str]
 
@@ -78,11 +79,18 @@ class Row:
 
 def read(path: Path) -> list[Row]:
     """Rows of Keel and of the peer in turn, from what ncu and the program below it printed."""
+    if not path.is_file():
+        raise SystemExit(f"{path} is not there: have ncu print to it, see {Path(__file__).name}")
     lines = path.read_text().splitlines()
     cells = [m for x in lines if (m := re.match(r"(.+): keel, then (\S+); they differ", x))]
     kernels = [x for x in csv.DictReader(x for x in lines if x.startswith('"')) if x["ID"]]
     if not cells or not kernels:
         raise SystemExit(f"{path} has no cells of one_call.py or no kernels of ncu's raw page")
+    if missing := [m for m in (*SUMS.values(), *MEANS.values(), GPU) if m not in kernels[0]]:
+        raise SystemExit(
+            f"{path} lacks {', '.join(missing)}: call ncu with the sections and metrics that "
+            f"{Path(__file__).name} begins with"
+        )
     peer = cells[0][2]
     calls = list(calls_of(kernels, len(cells), peer))
     if len(calls) != 2 * len(cells):
@@ -115,17 +123,16 @@ def row(cell: str, who: str, call: list[Kernel], torch: str, triton: str) -> Row
         name: sum(x * n for x, n in zip(numbers(metric), clocks, strict=True)) / sum(clocks)
         for name, metric in MEANS.items()
     }
-    gpu = call[0]["device__attribute_display_name"]
-    return Row(cell, who, len(call), **sums, **means, gpu=gpu, torch=torch, triton=triton)
+    return Row(cell, who, len(call), **sums, **means, gpu=call[0][GPU], torch=torch, triton=triton)
 
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown, Keel / the peer."""
-    head = (
-        "cell, clocks, tensor pipe busy, instructions, without an instruction, instruction cache "
-    )
-    head += "misses, idle SMs, shared memory, L2"
-    lines = [f"| {' | '.join(head.split(', '))} |", "|---" * 9 + "|"]
+    head = [
+        *("cell", "clocks", "tensor pipe busy", "instructions", "without an instruction"),
+        *("instruction cache misses", "idle SMs", "shared memory", "L2"),
+    ]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for own, other in zip(rows[::2], rows[1::2], strict=True):
 
         def both(show: str, of: Sequence[float], end: str = "") -> str:

@@ -64,6 +64,17 @@ def test_kernels_of_nobody_are_an_error(tmp_path):
         profile_table.read(raw)
 
 
+def test_what_cannot_be_read_says_what_to_do(tmp_path):
+    with pytest.raises(SystemExit, match=r"nowhere\.csv is not there: have ncu print to it"):
+        profile_table.main([str(tmp_path / "nowhere.csv")])
+    raw = printed(tmp_path / "raw.csv", "fa3", (OWN, 100, 1.0), (PEERS, 100, 1.0))
+    asked = SUMS["instructions"]
+    raw.write_text(raw.read_text().replace(asked, "another"))
+    with pytest.raises(SystemExit, match=rf"lacks {asked}: call ncu with the sections and metrics"):
+        profile_table.main([str(raw), "--out", str(tmp_path)])
+    assert not (tmp_path / "profile.csv").exists()
+
+
 def test_what_ncu_is_asked_for(capsys):
     profile_table.main(["--metrics"])
     asked = capsys.readouterr().out.strip().split(",")
