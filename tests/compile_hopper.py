@@ -1,19 +1,17 @@
 """Compiles the Hopper kernels without a GPU, and reads registers and spills.
 
-python tests/compile_hopper.py whole|others|near|all [part [dtype]]
-near: those near the limit. part: 2/15 for every 15th, from the third on. dtype: bf16 or fp16.
+python tests/compile_hopper.py whole|others|near|all [part [dtype]]    (--help tells more)
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from typing import Any
 
 import triton
 from compile_kernels import resources_and_spills
-from hopper_forms import forward_forms, paced, part_of
+from hopper_forms import command_line, forward_forms, paced, part_of
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -157,10 +155,9 @@ def compile_form(form: Form, dtype: str = "bf16") -> Any:
 
 
 def main() -> None:
-    given = dict(enumerate(sys.argv[1:]))
-    which, part, dtype = given[0], given.get(1, "0/1"), given.get(2, "bf16")
-    for form in part_of(forms(which), part):
-        compiled = compile_form(form, dtype)
+    args = command_line(__doc__, "whole", "others", "near", "all").parse_args()
+    for form in part_of(forms(args.which), args.part):
+        compiled = compile_form(form, args.dtype or "bf16")
         print(json.dumps(dataclasses.asdict(form) | resources_and_spills(compiled)), flush=True)
 
 

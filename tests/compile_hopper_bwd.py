@@ -1,8 +1,6 @@
 """Compiles the Hopper backward without a GPU, and reads registers, spills, loops and copies.
 
-python tests/compile_hopper_bwd.py few|near|all [part [dtype]]
-near: those near the limit. part: 2/15 for every 15th, from the third on. dtype: bf16 or fp16, of
-all forms; the others have their own.
+python tests/compile_hopper_bwd.py few|near|all [part [dtype]]    (--help tells more)
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import dataclasses
 import itertools
 import json
 import re
-import sys
 from typing import Any
 
 import triton
@@ -21,6 +18,7 @@ from hopper_forms import (
     BackwardForms,
     Variant,
     backward_forms,
+    command_line,
     part_of,
 )
 from triton.backends.compiler import GPUTarget
@@ -189,11 +187,16 @@ def chain_of(ptx: str) -> list[str]:
 
 
 def main() -> None:
-    given = dict(enumerate(sys.argv[1:]))
-    which, part, dtype = given[0], given.get(1, "0/1"), given.get(2, "bf16")
-    chosen = {"few": FEW, "near": NEAR}
-    variants = [as_variant(*x) for x in chosen[which]] if which in chosen else backward_forms(dtype)
-    for variant in part_of(list(dict.fromkeys(variants)), part):
+    parser = command_line(__doc__, "few", "near", "all")
+    args = parser.parse_args()
+    chosen = {"few": FEW, "near": NEAR}.get(args.which)
+    if chosen is None:
+        variants = list(backward_forms(args.dtype or "bf16"))
+    elif args.dtype is None:
+        variants = [as_variant(*x) for x in chosen]
+    else:
+        parser.error(f"{args.which} forms have a dtype each: {args.dtype} goes with all")
+    for variant in part_of(list(dict.fromkeys(variants)), args.part):
         compiled = compile_variant(variant)
         line = {"form": type(variant.form).__name__} | dataclasses.asdict(variant.form)
         line |= {k: v for k, v in variant._asdict().items() if k != "form"}

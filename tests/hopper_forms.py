@@ -7,6 +7,8 @@ gradients in fp32 with a bias, three consumers with blocks of 64 keys.
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -106,7 +108,26 @@ def backward_forms(dtype: str = "bf16") -> Iterator[Variant]:
             yield from (Variant(form, dtype, bias, match) for form in forms)
 
 
-def part_of(forms: list[Any], part: str) -> list[Any]:
-    """Of "2/15" every 15th, from the third on; all of "0/1"."""
-    first, step = map(int, part.split("/"))
+def command_line(about: str, *choices: str) -> argparse.ArgumentParser:
+    """Which forms to compile: arguments of `compile_hopper.py` and `compile_hopper_bwd.py`."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("which", choices=choices, help="near: those near the limit of registers")
+    parser.add_argument(
+        "part", nargs="?", type=as_part, default="0/1", help="2/15: every 15th, from the third on"
+    )
+    parser.add_argument("dtype", nargs="?", choices=("bf16", "fp16"))
+    return parser
+
+
+def as_part(text: str) -> tuple[int, int]:
+    """(first, step) of "2/15"."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not int(found[1]) < int(found[2]):
+        raise argparse.ArgumentTypeError(f"expected a part such as 2/15 or 0/1, got {text}")
+    return int(found[1]), int(found[2])
+
+
+def part_of(forms: list[Any], part: tuple[int, int]) -> list[Any]:
+    """Of (2, 15) every 15th, from the third on; all of (0, 1)."""
+    first, step = part
     return forms[first::step]
