@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.test_nn_attention import (
+from tests.nn_cases import (
     PATHS,
     assert_same,
     band,

@@ -3,177 +3,39 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.nn_cases import (
+    BATCH,
+    HEADS,
+    INF,
+    PATHS,
+    assert_same,
+    band,
+    check,
+    dense,
+    leaves_of,
+    make,
+    make_config,
+    make_module,
+    normal,
+    ranks,
+    watch_paths,
+    with_gradients,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keel.nn import DotProductAttention, MLATransformerConfig, TransformerConfig
-from keel.nn import attention as under_test
+from keel.nn import DotProductAttention, MLATransformerConfig
 from keel.softmax import AttnMaskType
-from keel.testing import poisoned_memory
-
-INF = float("inf")
-HEADS, BATCH = 4, 2
-PATHS = ["flash", "probabilities"]
-TOLERANCE = {torch.float64: 1e-11, torch.float32: 3e-5, torch.float16: 5e-3, torch.bfloat16: 5e-2}
-
-Tensors = dict[str, torch.Tensor]
-
-
-def make_config(**changes: Any) -> TransformerConfig:
-    sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": HEADS}
-    return TransformerConfig(**(sizes | {"params_dtype": torch.float64} | changes))
-
-
-def make(
-    sq: int = 7,
-    sk: int | None = None,
-    *,
-    groups: int = HEADS,
-    batch: tuple[int, ...] = (BATCH,),
-    hn: int = 8,
-    hv: int | None = None,
-    dtype: torch.dtype = torch.float64,
-    seed: int = 0,
-) -> Tensors:
-    """query, key and value, [s, b, heads, channels], that want gradients."""
-    random = torch.Generator().manual_seed(seed)
-    sk = sq if sk is None else sk
-    shapes = {
-        "query": (sq, *batch, HEADS, hn),
-        "key": (sk, *batch, groups, hn),
-        "value": (sk, *batch, groups, hv or hn),
-    }
-    return {
-        name: torch.randn(shape, generator=random, dtype=torch.float64).to(dtype).requires_grad_()
-        for name, shape in shapes.items()
-    }
-
-
-def normal(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    random = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=random, dtype=torch.float64).to(dtype)
-
-
-def make_module(path: str, config: TransformerConfig, *args: Any, **kwargs: Any) -> Any:
-    """An attention that takes the given path, with random softmax offsets where it learns them."""
-    module = DotProductAttention(config, *args, **kwargs, need_probs=path == "probabilities")
-    if config.softmax_type == "learnable":
-        with torch.no_grad():
-            module.softmax_offset.copy_(normal(len(module.softmax_offset), seed=5))
-    return module
-
-
-def band(sq: int, sk: int, causal: bool, window: tuple[int, int] | None) -> torch.Tensor:
-    """(sq, sk), True where a pair is hidden; diagonals meet in the bottom-right corner."""
-    distance = torch.arange(sk) - torch.arange(sq)[:, None] - (sk - sq)
-    left, right = window or (-1, -1)
-    hidden = torch.zeros(sq, sk, dtype=torch.bool)
-    hidden |= (distance > 0) if causal else False
-    hidden |= (distance < -left) if left >= 0 else False
-    hidden |= (distance > right) if right >= 0 else False
-    return hidden
-
-
-def dense(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    hidden: torch.Tensor,
-    *,
-    scale: float | None = None,
-    bias: torch.Tensor | None = None,
-    sink: torch.Tensor | None = None,
-) -> Tensors:
-    """Attention as the textbook has it, in fp64: out, probs, and each head's largest logit."""
-    q, k, v = (x.double().permute(1, 2, 0, 3) for x in (query, key, value))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    logits = q @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
-    if bias is not None:
-        logits = logits + bias.double()
-    hidden = hidden.expand_as(logits)
-    logits = logits.masked_fill(hidden, -INF)
-    top = logits.amax((0, 2, 3)).detach()
-    offset = torch.full((q.shape[1],), -INF) if sink is None else sink
-    columns = offset.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-    nothing = hidden.all(-1, keepdim=True)
-    probs = torch.softmax(torch.cat([logits.masked_fill(nothing, 0.0), columns], -1), -1)[..., :-1]
-    probs = probs.masked_fill(nothing, 0.0)
-    out = (probs @ v).permute(2, 0, 1, 3).flatten(2)
-    return {"out": out, "probs": probs.detach(), "top": top}
-
-
-def with_gradients(out: torch.Tensor, leaves: Tensors) -> Tensors:
-    """out, and d<name> of each leaf for some gradient of out."""
-    upstream = normal(*out.shape, seed=9).to(out.dtype)
-    grads = torch.autograd.grad(out, list(leaves.values()), upstream)
-    named = {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
-    return {"out": out.detach(), **named}
-
-
-def assert_same(got: Tensors, want: Tensors, dtype: torch.dtype) -> None:
-    assert got.keys() == want.keys()
-    for name, x in got.items():
-        error = f"{name}: {{}}".format
-        torch.testing.assert_close(
-            x.double(), want[name].double(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], msg=error
-        )
-
-
-def leaves_of(module: DotProductAttention, tensors: Tensors, *more: str) -> Tensors:
-    names = ("query", "key", "value", *more)
-    leaves = {name: tensors[name] for name in names}
-    if module.config.softmax_type == "learnable":
-        assert module.softmax_offset is not None
-        leaves["sink"] = module.softmax_offset
-    return leaves
-
-
-def check(module: DotProductAttention, tensors: Tensors, hidden: torch.Tensor, **call: Any) -> None:
-    """One call of a module against dense attention: out, gradients, probabilities, maximum."""
-    bias = call.get("attention_bias")
-    if bias is not None and bias.requires_grad:
-        tensors = tensors | {"bias": bias}
-    leaves = leaves_of(module, tensors, *(["bias"] if "bias" in tensors else []))
-    dtype = tensors["query"].dtype
-    qkv = [tensors[name] for name in ("query", "key", "value")]
-    with poisoned_memory():
-        out = module(*qkv, **call)
-        got = with_gradients(out, leaves)
-    assert out.dtype == dtype and out.shape[:2] == qkv[0].shape[:2]
-    want = dense(*(*qkv, hidden), scale=module.softmax_scale, bias=bias, sink=module.softmax_offset)
-    assert_same(got, with_gradients(want["out"], leaves), dtype)
-    if module.need_probs:
-        assert module.last_probs is not None and not module.last_probs.requires_grad
-        assert_same({"probs": module.last_probs}, {"probs": want["probs"]}, dtype)
-    if module.config.qk_clip:
-        top = module.current_max_attn_logits
-        assert top is not None and top.dtype == (dtype if dtype.itemsize == 8 else torch.float32)
-        assert_same({"top": top}, {"top": want["top"]}, dtype)
 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-    """(path, keywords) of each call of attention or softmax by a module."""
-    calls: list[tuple[str, dict[str, Any]]] = []
-
-    def watch(name: str, path: str) -> None:
-        real: Callable[..., Any] = getattr(under_test, name)
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            calls.append((path, kwargs | {"args": args}))
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(under_test, name, watched)
-
-    watch("flex_flash_attn_func", "flash")
-    watch("scaled_masked_softmax", "probabilities")
-    return calls
+    return watch_paths(monkeypatch)
 
 
 MASKS: dict[str, tuple[str, tuple[int, int] | None, int, int]] = {
@@ -565,99 +427,6 @@ def test_fusion_chooses_who_makes_the_probabilities(taken: Any) -> None:
     assert [call["backend"] for _, call in taken] == ["auto", "blocked"]
 
 
-LENGTHS = {
-    "alike": ([3, 1, 5], [3, 1, 5]),
-    "one": ([9], [9]),
-    "with an empty one": ([4, 0, 5], [4, 0, 5]),
-    "more keys": ([3, 1, 4], [5, 6, 4]),
-    "fewer keys": ([6, 3], [2, 3]),
-}
-
-
-def pack(*lengths: list[int], dtype: torch.dtype = torch.int32) -> SimpleNamespace:
-    q, k = (torch.tensor([0, *x]).cumsum(0).to(dtype) for x in lengths)
-    return SimpleNamespace(qkv_format="thd", cu_seqlens_q=q, cu_seqlens_kv=k)
-
-
-def by_document(module: Any, tensors: Tensors, lengths: tuple[list[int], list[int]]) -> Any:
-    """Each document through dense attention on its own: (out [t, 1, np * hv], maxima)."""
-    splits = [
-        tensors[name].view(-1, 1, *tensors[name].shape[-2:]).split(lengths[n > 0])
-        for n, name in enumerate(("query", "key", "value"))
-    ]
-    parts = []
-    for q, k, v in zip(*splits, strict=True):
-        hidden = band(len(q), len(k), "causal" in module.attn_mask_type.name, module.window_size)
-        if len(q):
-            parts.append(dense(q, k, v, hidden, sink=module.softmax_offset))
-    return torch.cat([x["out"] for x in parts]), torch.stack([x["top"] for x in parts]).amax(0)
-
-
-@pytest.mark.parametrize("softmax_type", ["vanilla", "learnable"])
-@pytest.mark.parametrize("batch", [(1,), ()], ids=["t1hd", "thd"])
-@pytest.mark.parametrize(
-    ("kind", "window"),
-    [("padding_causal", None), ("no_mask", None), ("causal", (2, 0)), ("padding", (1, 2))],
-)
-@pytest.mark.parametrize("name", LENGTHS)
-def test_packed(
-    name: str, kind: str, window: Any, batch: tuple[int, ...], softmax_type: str, taken: Any
-) -> None:
-    lengths = LENGTHS[name]
-    if lengths[0] != lengths[1] and kind == "padding_causal":
-        kind = "causal_bottom_right"
-    config = make_config(
-        num_query_groups=2, window_size=window, softmax_type=softmax_type, qk_clip=True
-    )
-    module = make_module("flash", config, 1, kind, v_channels=16)
-    tensors = make(sum(lengths[0]), sum(lengths[1]), groups=2, batch=batch, hv=16)
-    leaves = leaves_of(module, tensors)
-    out = module(**tensors, packed_seq_params=pack(*lengths))
-    assert out.shape == (sum(lengths[0]), *batch, HEADS * 16)
-    want, top = by_document(module, tensors, lengths)
-    assert_same(
-        with_gradients(out, leaves), with_gradients(want.view_as(out), leaves), torch.float64
-    )
-    assert_same({"top": module.current_max_attn_logits}, {"top": top}, torch.float64)
-    assert [path for path, _ in taken] == ["flash"]
-
-
-def test_packed_tokens_behind_the_documents_are_padding() -> None:
-    module = DotProductAttention(make_config(), 1, "padding_causal")
-    tensors = make(9, batch=(1,))
-    out = module(**tensors, packed_seq_params=pack([3, 4], [3, 4]))
-    assert (out[7:] == 0).all()
-    short = {name: x[:7] for name, x in tensors.items()}
-    want, _ = by_document(module, short, ([3, 4], [3, 4]))
-    torch.testing.assert_close(out[:7], want)
-
-
-def test_packed_bounds_may_change_in_place() -> None:
-    module = DotProductAttention(make_config(), 1, "padding_causal")
-    tensors, packed = make(9, batch=(1,)), pack([3, 6], [3, 6], dtype=torch.int64)
-    for lengths in ([3, 6], [5, 4]):
-        packed.cu_seqlens_q[1] = packed.cu_seqlens_kv[1] = lengths[0]
-        want, _ = by_document(module, tensors, (lengths, lengths))
-        torch.testing.assert_close(module(**tensors, packed_seq_params=packed), want)
-
-
-def test_packed_without_dropout_when_evaluating() -> None:
-    module = DotProductAttention(make_config(attention_dropout=0.5), 1, "padding_causal").eval()
-    tensors = make(9, batch=(1,))
-    want, _ = by_document(module, tensors, ([3, 6], [3, 6]))
-    packed = pack([3, 6], [3, 6])
-    packed.cu_seqlens_q_padded = packed.cu_seqlens_q.clone()  # padding of no tokens
-    packed.cu_seqlens_kv_padded = packed.cu_seqlens_kv
-    torch.testing.assert_close(module(**tensors, packed_seq_params=packed), want)
-
-
-def ranks(**sizes: int) -> SimpleNamespace:
-    """A collection of process groups."""
-    return SimpleNamespace(
-        **{name: SimpleNamespace(size=lambda n=n: n) for name, n in sizes.items()}
-    )
-
-
 @pytest.mark.parametrize("path", PATHS)
 def test_heads_shared_by_ranks(path: str) -> None:
     config = make_config(
@@ -782,147 +551,3 @@ def test_softmax_offsets() -> None:
 def test_repr_says_what_matters() -> None:
     module = DotProductAttention(make_config(window_size=(2, 0)), 3, "causal")
     assert "layer 3, causal, 4 heads on 4" in repr(module) and "window=(2, 0)" in repr(module)
-
-
-@pytest.mark.parametrize(
-    ("config", "arguments", "message"),
-    [
-        ({"context_parallel_size": 2}, {}, "context parallelism over 2 ranks is not supported yet"),
-        ({}, {"pg_collection": ranks(cp=4)}, "context parallelism over 4 ranks is not supported"),
-        ({}, {"pg_collection": ranks(tp=3)}, "4 query heads and 4 query groups cannot be shared"),
-        (
-            {"num_query_groups": 1},
-            {"pg_collection": ranks(tp=2)},
-            "4 query heads and 1 query group",
-        ),
-        ({}, {"attn_mask_type": "triangular"}, "unknown attn_mask_type 'triangular': expected one"),
-        ({}, {"attn_mask_type": None}, "unknown attn_mask_type None"),
-        ({}, {"attention_type": "both"}, "attention_type must be 'self' or 'cross', got 'both'"),
-        ({}, {"attention_dropout": 1.0}, "attention_dropout must be a probability"),
-        ({}, {"softmax_scale": INF}, "softmax_scale must be a finite number"),
-        ({}, {"k_channels": 0}, "k_channels must be a positive int, got 0"),
-        ({}, {"v_channels": 1.5}, "v_channels must be a positive int, got 1.5"),
-        ({}, {"layer_number": 0}, "layer_number must be an int, counted from 1; got 0"),
-    ],
-)
-def test_refused_by_the_constructor(config: Any, arguments: Any, message: str) -> None:
-    defaults = {"layer_number": 1, "attn_mask_type": "causal"}
-    with pytest.raises(ValueError, match=message):
-        DotProductAttention(make_config(**config), **(defaults | arguments))
-
-
-SHAPES: dict[str, tuple[dict[str, Any], str]] = {
-    "three dims": (
-        {"query": normal(7, 4, 8)},
-        r"query must be \[s, b, 4, 8\] by config and constructor, got \(7, 4, 8\)",
-    ),
-    "query heads": ({"query": normal(7, 2, 6, 8)}, r"query must be \[s, b, 4, 8\]"),
-    "key heads": ({"key": normal(7, 2, 4, 8)}, r"key must be \[s, b, 2, 8\] .* got \(7, 2, 4, 8\)"),
-    "channels": ({"query": normal(7, 2, 4, 16)}, r"query must be \[s, b, 4, 8\]"),
-    "value channels": ({"value": normal(7, 2, 2, 16)}, r"value must be \[s, b, 2, 8\]"),
-    "batch": ({"query": normal(7, 3, 4, 8)}, "query, key and value must agree in batch"),
-    "tokens": ({"value": normal(5, 2, 2, 8)}, "key and value in tokens"),
-    "dtype": ({"value": normal(7, 2, 2, 8).float()}, "must have one dtype, got torch.float64"),
-    "mask shape": (
-        {"attention_mask": torch.zeros(3, 1, 7, 7, dtype=torch.bool)},
-        "cannot be broadcast",
-    ),
-    "mask dtype": ({"attention_mask": torch.zeros(7, 7, dtype=torch.int64)}, "mask must be bool"),
-    "mask with gradient": (
-        {"attention_mask": torch.zeros(7, 7, requires_grad=True)},
-        "mask requires grad",
-    ),
-    "bias shape": (
-        {"attention_bias": normal(3, 1, 7, 7)},
-        r"attention_bias must be broadcastable to \(b, np, sq, sk\) = \(2, 4, 7, 7\) on cpu, got",
-    ),
-    "bias dims": (
-        {"attention_bias": normal(1, 1, 1, 7, 7)},
-        "attention_bias must be broadcastable",
-    ),
-    "bias dtype": (
-        {"attention_bias": torch.zeros(7, 7, dtype=torch.bool)},
-        "attention_bias must be a floating point tensor, got torch.bool; what hides goes into",
-    ),
-    "bias type": ({"attention_bias": 1.0}, "must be a floating point tensor, got float"),
-    "mask type": ({"attn_mask_type": "diagonal"}, "unknown attn_mask_type 'diagonal'"),
-    "arbitrary without mask": ({"attn_mask_type": "arbitrary"}, "and there is none: pass one, or"),
-}
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("name", SHAPES)
-def test_refused_by_the_call(name: str, path: str) -> None:
-    changes, message = SHAPES[name]
-    module = make_module(path, make_config(num_query_groups=2), 1, "causal")
-    with pytest.raises(ValueError, match=message):
-        module(**(make(groups=2) | changes))
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("kind", ["causal", "padding_causal"])
-def test_causal_wants_a_square(path: str, kind: str) -> None:
-    """ValueError and AssertionError alike; see "one query" and windows above for what passes."""
-    module = make_module(path, make_config(), 1, kind)
-    for error in (ValueError, AssertionError):
-        with pytest.raises(error, match=rf"{kind} needs sq == sk, got \(5, 9\); causal_bottom_"):
-            module(**make(5, 9))
-
-
-PACKED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "dropout": ({"attention_dropout": 0.1}, {}, "attention_dropout=0.1 in training cannot go"),
-    "probabilities": ({"need_probs": True}, {}, "need_probs=True cannot go together"),
-    "mask": (
-        {},
-        {"attention_mask": torch.zeros(9, 9, dtype=torch.bool)},
-        "packed_seq_params and an attention_mask cannot go together",
-    ),
-    "bias": ({}, {"attention_bias": normal(9, 9)}, "an attention_bias cannot go together"),
-    "arbitrary": ({}, {"attn_mask_type": "arbitrary"}, "arbitrary leaves it to the attention_mask"),
-    "batch": ({}, make(9), "packed documents are a batch of 1, got query of shape"),
-    "mixed dims": ({}, {"query": normal(9, 4, 8)}, "query, key and value must agree in batch"),
-    "dims": (
-        {},
-        {"query": normal(9, 32)},
-        r"query must be \[t, 1, 4, 8\] or \[t, 4, 8\] by config",
-    ),
-    "no bounds": (
-        {},
-        {"packed_seq_params": SimpleNamespace(cu_seqlens_q=torch.tensor([0, 9]))},
-        "packed_seq_params.cu_seqlens_kv must be an .* int tensor of document bounds, got None",
-    ),
-    "layout": (
-        {},
-        {"packed_seq_params": SimpleNamespace(**(vars(pack([9], [9])) | {"qkv_format": "sbhd"}))},
-        "qkv_format must be 'thd' or None, got 'sbhd'",
-    ),
-    "padding": (
-        {},
-        {
-            "packed_seq_params": SimpleNamespace(
-                **vars(pack([3, 4], [3, 4])), cu_seqlens_kv_padded=torch.tensor([0, 4, 9])
-            )
-        },
-        "padding between documents is not supported",
-    ),
-    "numbers of documents": (
-        {},
-        {"packed_seq_params": pack([3, 6], [9])},
-        "must bound the same number of documents, got 2 and 1",
-    ),
-    "too many tokens": ({}, {"packed_seq_params": pack([10], [10])}, "less than the 10 tokens"),
-    "not a square": (
-        {},
-        {"packed_seq_params": pack([3, 6], [4, 5])},
-        r"padding_causal needs sq == sk, got \(3, 4\); causal_bottom_right",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PACKED)
-def test_refused_with_packed_documents(name: str) -> None:
-    arguments, call, message = PACKED[name]
-    module = DotProductAttention(make_config(), 1, "padding_causal", **arguments)
-    defaults = make(9, batch=(1,)) | {"packed_seq_params": pack([3, 6], [3, 6])}
-    with pytest.raises(ValueError, match=message):
-        module(**(defaults | call))
