@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 
 import pytest
@@ -72,3 +73,6 @@ def test_row_terms_zero_on_the_way(tokens, d, dim_v, with_dlse):
     for got, expected in zip(terms, row_terms(out, dout, lse, dlse), strict=True):
         assert torch.equal(got, expected)
     assert (terms[0][:, 0] == torch.inf).all()
+    delta = (out.double() * dout.double()).sum(-1) - (0 if dlse is None else dlse)
+    torch.testing.assert_close(terms[1].double(), delta.T, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(terms[0][:, 1:], lse[1:].T / math.log(2))
