@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,29 +20,17 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are stand-ins here, not interpreted", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # scripts: plain names
-
-from host_stub import Stub, stubbed
+from tests.stub_cases import HK, HQ, MASK, TOKENS, D, Stub, attend, make
 
 from keel import (
     _versions,
     direct,
     flash_attn_func,
     flash_attn_varlen_func,
-    flex_flash_attn_func,
     masks,
 )
 
-TOKENS, HQ, HK, D = 24, 4, 2, 64
-MASK = masks.causal(TOKENS)
-
 Served = list[tuple[direct.DirectCall, bool]]
-
-
-@pytest.fixture
-def stub() -> Iterator[Stub]:
-    with stubbed() as stub:
-        yield stub
 
 
 @pytest.fixture
@@ -59,14 +45,6 @@ def served(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> Served:
 
     monkeypatch.setattr(direct.DirectCall, "__call__", noting)
     return noted
-
-
-def make(dtype: torch.dtype = torch.bfloat16, tokens: int = TOKENS) -> list[torch.Tensor]:
-    return [torch.randn(tokens, heads, D).to(dtype) for heads in (HQ, HK, HK)]
-
-
-def attend(q: Any, k: Any, v: Any, mask: Any = MASK, **options: Any) -> Any:
-    return flex_flash_attn_func(q, k, v, mask, **{"backend": "hopper", **options})
 
 
 def sent_maps(stub: Stub) -> list[Any]:
