@@ -80,10 +80,10 @@ class Row:
 def read(path: Path) -> list[Row]:
     """Rows of Keel and of the peer in turn, from what ncu and the program below it printed."""
     if not path.is_file():
-        raise SystemExit(f"{path} is not there: have ncu print to it, see {Path(__file__).name}")
-    lines = path.read_text().splitlines()
+        raise SystemExit(f"{path} is no file: have ncu print to it, see {Path(__file__).name}")
+    lines = path.read_text(errors="replace").splitlines()
     cells = [m for x in lines if (m := re.match(r"(.+): keel, then (\S+); they differ", x))]
-    kernels = [x for x in csv.DictReader(x for x in lines if x.startswith('"')) if x["ID"]]
+    kernels = [x for x in csv.DictReader(x for x in lines if x.startswith('"')) if x.get("ID")]
     if not cells or not kernels:
         raise SystemExit(f"{path} has no cells of one_call.py or no kernels of ncu's raw page")
     if missing := [m for m in (*SUMS.values(), *MEANS.values(), GPU) if m not in kernels[0]]:
@@ -115,7 +115,12 @@ def calls_of(kernels: list[Kernel], cells: int, peer: str) -> Iterator[list[Kern
 
 def row(cell: str, who: str, call: list[Kernel], torch: str, triton: str) -> Row:
     def numbers(metric: str) -> list[float]:
-        return [float(kernel[metric].replace(",", "")) for kernel in call]
+        try:
+            return [float(kernel[metric].replace(",", "")) for kernel in call]
+        except ValueError as error:
+            raise SystemExit(
+                f"{metric} of {cell}, {who}, is no number ({error}): this GPU may not count it"
+            ) from None
 
     clocks = numbers(CLOCKS)
     sums = {name: round(sum(numbers(metric))) for name, metric in SUMS.items()}

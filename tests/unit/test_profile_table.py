@@ -59,16 +59,20 @@ def test_kernels_of_nobody_are_an_error(tmp_path):
     raw = printed(tmp_path / "raw.csv", "fa3", (OWN, 100, 1.0))
     with pytest.raises(SystemExit, match="1 cells, but kernels of 1 calls"):
         profile_table.read(raw)
-    raw.write_text("nothing\n")
-    with pytest.raises(SystemExit, match=r"no cells of one_call\.py or no kernels"):
-        profile_table.read(raw)
+    for other in (b"nothing\n", b"\x89PNG", b'"cell","who"\n"a","b"\n'):
+        raw.write_bytes(other)
+        with pytest.raises(SystemExit, match=r"no cells of one_call\.py or no kernels"):
+            profile_table.read(raw)
 
 
 def test_what_cannot_be_read_says_what_to_do(tmp_path):
-    with pytest.raises(SystemExit, match=r"nowhere\.csv is not there: have ncu print to it"):
+    with pytest.raises(SystemExit, match=r"nowhere\.csv is no file: have ncu print to it"):
         profile_table.main([str(tmp_path / "nowhere.csv")])
     raw = printed(tmp_path / "raw.csv", "fa3", (OWN, 100, 1.0), (PEERS, 100, 1.0))
     asked = SUMS["instructions"]
+    raw.write_text(raw.read_text().replace('"50"', '"n/a"'))
+    with pytest.raises(SystemExit, match=r"of forward of full 1024, keel, is no number .*n/a"):
+        profile_table.main([str(raw), "--out", str(tmp_path)])
     raw.write_text(raw.read_text().replace(asked, "another"))
     with pytest.raises(SystemExit, match=rf"lacks {asked}: call ncu with the sections and metrics"):
         profile_table.main([str(raw), "--out", str(tmp_path)])
