@@ -191,6 +191,7 @@ def flex_mask_mod(problem: Problem, device: str) -> Callable[..., torch.Tensor]:
 
 
 @functools.cache
+@functools.cache  # its operators can be registered once
 def _load_fa3(folder: Path | None) -> Any:
     """What fa3_peer.py loads, with `fwd` and `bwd`; without a folder the installed package."""
     if folder is None:
