@@ -282,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report.plot(rows, args.out)
         return 0
     if device_of() == "cpu" and not args.quick:
-        raise SystemExit("this benchmark needs a CUDA GPU; --quick runs everywhere")
+        raise SystemExit("this needs a CUDA GPU; `attention.py --quick` runs everywhere")
     return 0 if run(args, shown_command(arguments)) else 1
 
 
