@@ -19,7 +19,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from keel._versions import copies_operands, sparing_ptxas, wastes_registers
 from keel.kernels import hopper_fwd
 from keel.kernels.hopper_forms import Form
-from keel.kernels.hopper_launch import block_ns, check_compiled, choose_form
+from keel.kernels.hopper_launch import block_ns, check_compiled, choose_form, keeps_a_word
 
 FLOATS = {"LSE", "MAX_LOGITS", "SINK", "PARTS"}
 OF_CUTS = {"PARTS", "MEETINGS", "SHARES"}
@@ -46,8 +46,9 @@ def forms(which: str) -> list[Form]:
         # with 3.7
         capped = choose_form(128, 128, 64, out_matches=True, has_softcap=True, cuts=True)
         three = three_consumers()[1::2]
+        sixteen = choose_form(128, 128, 128, out_matches=True, cuts=True, pack=16)
         # with 3.8 the first two of the packed ones
-        return [wide, *three, cuts()[3], *packed()[1:4], met, sink, together, capped]
+        return [wide, *three, cuts()[3], *packed()[1:4], met, sink, together, capped, sixteen]
     plain = [
         choose_form(d, dv, bn, out_matches=True, want_max=True)
         for d, dv in ((64, 64), (128, 128), (64, 128), (192, 128), (256, 256), (64, 256))
@@ -130,7 +131,8 @@ def signature(form: Form, dtype: str = "bf16") -> tuple[dict[str, str], dict, di
             types[name] = f"tensordesc<{dtype}{block},{layout!r}>"
         elif name == "OUT":
             apart = form.q_buffers == 2 and not form.staged
-            in_full = form.accumulate or (apart and not (form.consumers == 3 and copies_operands()))
+            chosen = (form.consumers == 3 and copies_operands()) or is_sixteen_without_tma(form)
+            in_full = form.accumulate or (apart and not chosen)
             types[name] = "*fp32" if in_full else f"*{dtype}"
         elif name.isupper():
             types[name] = "*fp32" if name in FLOATS else "*i32"
@@ -139,6 +141,12 @@ def signature(form: Form, dtype: str = "bf16") -> tuple[dict[str, str], dict, di
         if types[name].startswith("*") or name.startswith("stride"):
             aligned[(index,)] = [["tt.divisibility", 16]]
     return types, constants, aligned
+
+
+def is_sixteen_without_tma(form: Form) -> bool:
+    """Of `keeps_a_word`: out has the dtype of q, and no descriptor."""
+    options = {"cuts": form.cuts, "want_max": form.want_max}
+    return keeps_a_word(form.d, form.dv, form.bn, form.pack, **options)
 
 
 def compile_form(form: Form, dtype: str = "bf16") -> Any:

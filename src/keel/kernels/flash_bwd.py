@@ -42,6 +42,10 @@ from keel.kernels.steps import Steps
 from keel.masks import AttnMask
 from keel.meta import Scoring
 
+TERM_ROWS = 16
+"""Rows of a block of row terms: few, so that blocks which run at once read and write memory that
+lies together. 64 take up to 17 % longer."""
+
 # fmt: off
 # Device code keeps its long argument lists in rows; the launchers below pass them by name.
 
@@ -56,13 +60,14 @@ def row_terms_kernel(
 ):
     """delta = rowsum(dout * out) - dlse; lse in log2 units with +inf for rows that see nothing.
 
-    With D > 0, rows of DQ32 (tq, heads, D) become zeros, for sums that begin there.
+    With D > 0, rows of DQ32 (tq, heads, D) become zeros, for sums that begin there. All heads of
+    some rows come first, and then the next rows, as they usually lie in memory.
     """
     if NEXT_IS_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    first = tl.program_id(0) * BM
+    first = tl.program_id(0) // num_heads * BM
     i = first + tl.arange(0, BM)
-    head = tl.program_id(1).to(tl.int64)
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
     out = load_tile(
         OUT, first, head * stride_oh, stride_ot, tq, BM, DV, BLOCK_DV, True, False)
     dout = load_tile(
@@ -441,12 +446,12 @@ def row_terms(
             **{"LSE2": lse2, "DELTA": delta, "DQ32": dq32},
         },
         lambda: Prepared(
-            (triton.cdiv(tq, 64), hq),
+            (triton.cdiv(tq, TERM_ROWS) * hq,),
             {
                 **{"tq": tq, "num_heads": hq, **strides(o=out, do=dout)},
                 "stride_dlt": 0 if dlse is None else dlse.stride(0),
                 "stride_dlh": 0 if dlse is None else dlse.stride(1),
-                **{"D": d, "BLOCK_D": padded(d), "DV": dv, "BLOCK_DV": padded(dv), "BM": 64},
+                **{"D": d, "BLOCK_D": padded(d), "DV": dv, "BLOCK_DV": padded(dv), "BM": TERM_ROWS},
                 **{"HAS_DLSE": dlse is not None, "NEXT_IS_EARLY": next_is_early and HAS_PTX},
             },
         ),

@@ -15,6 +15,7 @@ import triton
 from keel._versions import (
     constant_in_traces,
     copies_operands,
+    keeps_addresses,
     launch_stream,
     wastes_registers,
 )
@@ -137,6 +138,8 @@ def choose_form(
     staged = small and block_d == block_dv and out_matches and not options.get("accumulate")
     if consumers == 3 and copies_operands():
         staged = False  # addresses would be kept on the stack
+    if keeps_a_word(d, dv, bn, pack, **options):
+        staged = False  # the number of a warp would be kept there
     spools = not small and out_matches and not options.get("accumulate")
     parts = options.get("cuts") and (wastes_registers() or copies_operands())
     if block_d == block_dv == 256 and (options.get("has_softcap") or parts):
@@ -167,6 +170,12 @@ def choose_form(
         # tiny documents are up to 6 % faster; with a softcap, full masks are 2 % slower
         return dataclasses.replace(form, stages=4)
     return form
+
+
+def keeps_a_word(*block: int, cuts: bool = False, want_max: bool = False, **_others: bool) -> bool:
+    """Whether a form whose out leaves by TMA would keep a word on the stack: one does with Triton
+    3.7. block: head dims, keys of a block and query heads of a tile."""
+    return block == (128, 128, 128, 16) and cuts and not want_max and not keeps_addresses()
 
 
 def can_pack(d: int, dv: int) -> bool:
