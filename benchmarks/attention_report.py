@@ -132,10 +132,11 @@ def migrate(path: Path) -> None:
 
 
 def latest(rows: Iterable[Row]) -> dict[tuple[str, int, str], dict[str, Row]]:
-    """(mask, tokens, direction) -> provider -> row, of the last run that timed Keel beside a peer.
+    """(mask, tokens, direction) -> provider -> row, of one run for each cell.
 
-    Where there is none, of the last that timed Keel. For rows of one shape. Rows of different runs
-    are never put side by side.
+    Of the last in which each peer was timed beside Keel, the run where a peer comes off best: one
+    that asked slow peers alone hides none that is faster. Without a peer, the last that timed Keel.
+    For rows of one shape. Rows of different runs are never put side by side.
     """
     runs: dict[tuple[str, int, str], dict[str, dict[str, Row]]] = {}
     for row in rows:
@@ -145,10 +146,18 @@ def latest(rows: Iterable[Row]) -> dict[tuple[str, int, str], dict[str, Row]]:
         by_run.setdefault(row.run, {})[row.provider] = row
     found = {}
     for key, by_run in runs.items():
-        with_ours = [run for run in by_run if any(is_ours(p) for p in by_run[run])]
+        with_ours = [run for run in sorted(by_run) if ours(by_run[run])]
+        last = {name: run for run in with_ours for name in by_run[run] if name in PEERS}
+        of_peers = [(_advantage(by_run[run], name), run) for name, run in last.items()]
         if with_ours:
-            found[key] = by_run[max(with_ours, key=lambda n: (best_peer(by_run[n]) is not None, n))]
+            found[key] = by_run[min(of_peers)[1] if of_peers else with_ours[-1]]
     return found
+
+
+def _advantage(providers: dict[str, Row], peer: str) -> float:
+    """Keel's speed / that of a peer, both of one run."""
+    mine = ours(providers)
+    return providers[peer].ms / mine.ms if mine else float("nan")
 
 
 def failures(rows: Iterable[Row]) -> dict[tuple[str, int, str], dict[str, Row]]:

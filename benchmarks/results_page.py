@@ -54,7 +54,8 @@ def attention_section(path: Path, lines: Sequence[Line], page: Path) -> str:
         "is kernel time, replayed from a CUDA graph, `eager` that of calls as programs make them; "
         "`as graph` marks calls so long that both are the same. The roof is what a large product "
         "and a large copy of the same run allow. `v` means packed documents, `swa` a causal window "
-        "of 1024, `tiny` documents of 32 to 128 tokens, `video` chunks that see four chunks back.",
+        "of 1024, `tiny` documents of 32 to 128 tokens, `video` chunks that see four chunks back. "
+        "A cell is of one run: of the newest of each peer, the one where a peer comes off best.",
     ]
     for shape in sorted({Shape.of(row) for row in rows}):
         own = [row for row in rows if Shape.of(row) == shape]

@@ -391,6 +391,20 @@ def test_ratios_stay_inside_one_run() -> None:
     assert alone == {"keel": rows[-1]}
 
 
+def test_a_run_that_asked_slow_peers_alone_hides_no_faster_one() -> None:
+    rows = [
+        *(_row("keel", 1.0, run="a"), _row("fa3", 1.1, run="a"), _row("flex", 1.05, run="a")),
+        *(_row("keel", 1.0, run="b"), _row("fa3", 1.2, run="b")),
+        *(_row("keel", 1.0, run="c"), _row("flex", 1.9, run="c"), _row("cudnn", 1.9, run="c")),
+    ]
+    (providers,) = report.latest(rows).values()
+    assert providers == {"keel": rows[3], "fa3": rows[4]}
+    assert report.ratio(providers) == 1.2
+    faster = [*rows, _row("keel", 1.0, run="d"), _row("cudnn", 1.15, run="d")]
+    (providers,) = report.latest(faster).values()
+    assert providers["cudnn"] is faster[-1]
+
+
 def test_table() -> None:
     rows = [
         _row("keel", 1.0, roof_tflops=750.0),
