@@ -339,7 +339,8 @@ def holds_wide_tiles() -> bool:
 @functools.cache
 def keeps_addresses() -> bool:
     """Whether the fullest loops of wide heads have a register left for an address: those of 3.7
-    spill for it; others keep less on the stack with it. So do parts of sixteen packed heads."""
+    spill for it; others keep less on the stack with it. 3.7 has none either for the number of a
+    warp in parts of sixteen packed heads."""
     import triton
 
     return not triton.__version__.startswith("3.7.")
