@@ -46,9 +46,14 @@ def forms(which: str) -> list[Form]:
         # with 3.7
         capped = choose_form(128, 128, 64, out_matches=True, has_softcap=True, cuts=True)
         three = three_consumers()[1::2]
-        sixteen = choose_form(128, 128, 128, out_matches=True, cuts=True, pack=16)
+        # the first with 3.7, the second with 3.8, if they were staged there
+        options = {"out_matches": True, "cuts": True, "pack": 16}
+        sixteen = [
+            choose_form(128, 128, 128, **options),
+            choose_form(128, 128, 64, has_softcap=True, has_sink=True, **options),
+        ]
         # with 3.8 the first two of the packed ones
-        return [wide, *three, cuts()[3], *packed()[1:4], met, sink, together, capped, sixteen]
+        return [wide, *three, cuts()[3], *packed()[1:4], met, sink, together, capped, *sixteen]
     plain = [
         choose_form(d, dv, bn, out_matches=True, want_max=True)
         for d, dv in ((64, 64), (128, 128), (64, 128), (192, 128), (256, 256), (64, 256))
@@ -145,8 +150,7 @@ def signature(form: Form, dtype: str = "bf16") -> tuple[dict[str, str], dict, di
 
 def is_sixteen_without_tma(form: Form) -> bool:
     """Of `keeps_a_word`: out has the dtype of q, and no descriptor."""
-    options = {"cuts": form.cuts, "want_max": form.want_max}
-    return keeps_a_word(form.d, form.dv, form.bn, form.pack, **options)
+    return keeps_a_word(form.d, form.dv, form.pack, form.cuts, form.want_max)
 
 
 def compile_form(form: Form, dtype: str = "bf16") -> Any:

@@ -101,16 +101,20 @@ def test_fullest_loops_make_addresses_anew_where_none_is_kept(monkeypatch, keeps
     assert not choose_form(128, 128, 64, out_matches=True, **options).seeks
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_out_of_sixteen_heads_in_parts_leaves_without_tma_where_it_takes_a_word(monkeypatch, keeps):
+@pytest.mark.parametrize(("keeps", "wastes"), [(True, False), (False, False), (True, True)])
+def test_out_of_sixteen_heads_in_parts_leaves_without_tma_where_it_takes_a_word(
+    monkeypatch, keeps, wastes
+):
     monkeypatch.setattr(hopper_launch, "keeps_addresses", lambda: keeps)
+    monkeypatch.setattr(hopper_launch, "wastes_registers", lambda: wastes)
 
     def staged(d: int = 128, bn: int = 128, pack: int = 16, **options: bool) -> bool:
         return choose_form(d, d, bn, out_matches=True, pack=pack, **options).staged
 
-    assert staged(cuts=True) is staged(cuts=True, has_sink=True) is keeps
-    assert staged(cuts=True, want_max=True) and staged()
-    assert staged(96, cuts=True) and staged(bn=64, cuts=True)
+    for bn in (64, 128):
+        assert staged(bn=bn, cuts=True) is staged(bn=bn, cuts=True, has_sink=True)
+        assert staged(bn=bn, cuts=True) is (keeps and not wastes)
+    assert staged(cuts=True, want_max=True) and staged() and staged(96, cuts=True)
     assert all(staged(pack=pack, cuts=True) for pack in (1, 2, 4, 8, 32, 64))
 
 

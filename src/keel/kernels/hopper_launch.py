@@ -138,7 +138,7 @@ def choose_form(
     staged = small and block_d == block_dv and out_matches and not options.get("accumulate")
     if consumers == 3 and copies_operands():
         staged = False  # addresses would be kept on the stack
-    if keeps_a_word(d, dv, bn, pack, **options):
+    if keeps_a_word(d, dv, pack, **options):
         staged = False  # the number of a warp would be kept there
     spools = not small and out_matches and not options.get("accumulate")
     parts = options.get("cuts") and (wastes_registers() or copies_operands())
@@ -172,10 +172,13 @@ def choose_form(
     return form
 
 
-def keeps_a_word(*block: int, cuts: bool = False, want_max: bool = False, **_others: bool) -> bool:
-    """Whether a form whose out leaves by TMA would keep a word on the stack: one does with Triton
-    3.7. block: head dims, keys of a block and query heads of a tile."""
-    return block == (128, 128, 128, 16) and cuts and not want_max and not keeps_addresses()
+def keeps_a_word(
+    d: int, dv: int, pack: int, cuts: bool = False, want_max: bool = False, **_others: bool
+) -> bool:
+    """Whether a form whose out leaves by TMA may keep a word on the stack: one does with Triton
+    3.7, and another one with 3.8."""
+    scarce = wastes_registers() or not keeps_addresses()
+    return (d, dv, pack) == (128, 128, 16) and cuts and not want_max and scarce
 
 
 def can_pack(d: int, dv: int) -> bool:
