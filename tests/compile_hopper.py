@@ -136,7 +136,9 @@ def signature(form: Form, dtype: str = "bf16") -> tuple[dict[str, str], dict, di
             types[name] = f"tensordesc<{dtype}{block},{layout!r}>"
         elif name == "OUT":
             apart = form.q_buffers == 2 and not form.staged
-            chosen = (form.consumers == 3 and copies_operands()) or is_sixteen_without_tma(form)
+            chosen = form.consumers == 3 and copies_operands()
+            if form.columns == 0:
+                chosen |= keeps_a_word(form.d, form.dv, form.pack, form.cuts, form.want_max)
             in_full = form.accumulate or (apart and not chosen)
             types[name] = "*fp32" if in_full else f"*{dtype}"
         elif name.isupper():
@@ -146,11 +148,6 @@ def signature(form: Form, dtype: str = "bf16") -> tuple[dict[str, str], dict, di
         if types[name].startswith("*") or name.startswith("stride"):
             aligned[(index,)] = [["tt.divisibility", 16]]
     return types, constants, aligned
-
-
-def is_sixteen_without_tma(form: Form) -> bool:
-    """Of `keeps_a_word`: out has the dtype of q, and no descriptor."""
-    return keeps_a_word(form.d, form.dv, form.pack, form.cuts, form.want_max)
 
 
 def compile_form(form: Form, dtype: str = "bf16") -> Any:

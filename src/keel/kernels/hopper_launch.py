@@ -175,8 +175,8 @@ def choose_form(
 def keeps_a_word(
     d: int, dv: int, pack: int, cuts: bool = False, want_max: bool = False, **_others: bool
 ) -> bool:
-    """Whether a form whose out leaves by TMA may keep a word on the stack: one does with Triton
-    3.7, and another one with 3.8."""
+    """Whether a form whose out leaves by TMA may keep a word on the stack: two do with Triton
+    3.7, and two others with 3.8."""
     scarce = wastes_registers() or not keeps_addresses()
     return (d, dv, pack) == (128, 128, 16) and cuts and not want_max and scarce
 
