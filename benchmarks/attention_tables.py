@@ -21,34 +21,31 @@ import attention
 
 TO_32K = "1024 2048 4096 8192 16384 32768"
 MAIN = "--timing graph --heads 64:8 --dims 128"
-DOCUMENTS = "--masks vfull vcausal swa"
-PLAIN = "--masks full causal --peers fa3 cudnn --rounds 5"
+PLAIN = "--masks full causal --peers fa3 cudnn flex --rounds 5"
+DOCUMENTS = "--masks vfull vcausal swa --peers fa3 flex --rounds 5"
+TINY = "--masks tiny --peers fa3 flex --rounds 5"
+BLOCKS = "--masks blockcausal --peers fa3-loop flex --rounds 3"
+VIDEO = f"--masks video --lengths {TO_32K} --peers fa3-loop flex --rounds 3"
 
 TABLES = {
     "forward-plain": f"--forward {MAIN} {PLAIN}",
-    "forward-documents": f"--forward {MAIN} {DOCUMENTS} --peers fa3 --rounds 5",
-    "forward-tiny": f"--forward {MAIN} --masks tiny --peers fa3 --rounds 5",
-    "forward-blocks": f"--forward {MAIN} --masks blockcausal --peers fa3-loop --rounds 3",
-    "forward-video": f"--forward {MAIN} --masks video --lengths {TO_32K} --peers fa3-loop "
-    "--rounds 3",
-    "forward-flex": f"--forward {MAIN} --masks blockcausal --peers flex --rounds 3",
+    "forward-documents": f"--forward {MAIN} {DOCUMENTS}",
+    "forward-tiny": f"--forward {MAIN} {TINY}",
+    "forward-blocks": f"--forward {MAIN} {BLOCKS}",
+    "forward-video": f"--forward {MAIN} {VIDEO}",
     "forward-64": f"--forward --timing graph --heads 64:8 --dims 64 {PLAIN}",
     "forward-256": f"--forward --timing graph --heads 64:8 --dims 256 {PLAIN}",
     "forward-eager": "--forward --timing eager --heads 64:8 --dims 64 128 256 --lengths 2048 4096 "
-    f"{PLAIN}",
+    "--masks full causal --peers fa3 cudnn --rounds 5",
     "backward-plain": f"--backward {MAIN} {PLAIN}",
-    "backward-documents": f"--backward {MAIN} {DOCUMENTS} --peers fa3 --rounds 5",
-    "backward-tiny": f"--backward {MAIN} --masks tiny --peers fa3 --rounds 3",
-    "backward-blocks": f"--backward {MAIN} --masks blockcausal --peers fa3-loop --rounds 3",
-    "backward-video": f"--backward {MAIN} --masks video --lengths {TO_32K} --peers fa3-loop "
-    "--rounds 3",
-    "backward-flex": f"--backward {MAIN} --masks blockcausal --lengths {TO_32K} --peers flex "
-    "--rounds 3",
-    "flex-8k": f"{MAIN} --lengths 8192 --peers flex fa3",
+    "backward-documents": f"--backward {MAIN} {DOCUMENTS}",
+    "backward-tiny": f"--backward {MAIN} {TINY}",
+    "backward-blocks": f"--backward {MAIN} {BLOCKS}",
+    "backward-video": f"--backward {MAIN} {VIDEO}",
     "backward-64": f"--backward --timing graph --heads 32:32 --dims 64 {PLAIN}",
     "backward-256": f"--backward --timing graph --heads 16:16 --dims 256 {PLAIN}",
     "other-forward": "--forward --timing graph --heads 64:8 --dims 64 256 "
-    f"--lengths 2048 4096 8192 16384 32768 {DOCUMENTS} --peers fa3 --rounds 5",
+    "--lengths 2048 4096 8192 16384 32768 --masks vfull vcausal swa --peers fa3 --rounds 5",
     "forward-256-each": "--forward --timing graph --heads 16:16 --dims 256 "
     f"--lengths 4096 8192 16384 32768 {PLAIN}",
     "forward-96": f"--forward --timing graph --heads 32:32 --dims 96 --lengths 4096 16384 {PLAIN}",

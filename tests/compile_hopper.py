@@ -46,11 +46,12 @@ def forms(which: str) -> list[Form]:
         # with 3.7
         capped = choose_form(128, 128, 64, out_matches=True, has_softcap=True, cuts=True)
         three = three_consumers()[1::2]
-        # the first with 3.7, the second with 3.8, if they were staged there
+        # the first with 3.7, the others with 3.8, if they were staged there
         options = {"out_matches": True, "cuts": True, "pack": 16}
+        capped_sink = {"has_softcap": True, "has_sink": True}
         sixteen = [
             choose_form(128, 128, 128, **options),
-            choose_form(128, 128, 64, has_softcap=True, has_sink=True, **options),
+            *(choose_form(d, d, 64, **capped_sink, **options) for d in (128, 96)),
         ]
         # with 3.8 the first two of the packed ones
         return [wide, *three, cuts()[3], *packed()[1:4], met, sink, together, capped, *sixteen]
@@ -137,8 +138,7 @@ def signature(form: Form, dtype: str = "bf16") -> tuple[dict[str, str], dict, di
         elif name == "OUT":
             apart = form.q_buffers == 2 and not form.staged
             chosen = form.consumers == 3 and copies_operands()
-            if form.columns == 0:
-                chosen |= keeps_a_word(form.d, form.dv, form.pack, form.cuts, form.want_max)
+            chosen |= keeps_a_word(form.d, form.dv, form.pack, form.cuts, form.want_max)
             in_full = form.accumulate or (apart and not chosen)
             types[name] = "*fp32" if in_full else f"*{dtype}"
         elif name.isupper():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,10 +112,10 @@ def test_out_of_sixteen_heads_in_parts_leaves_without_tma_where_it_takes_a_word(
     def staged(d: int = 128, bn: int = 128, pack: int = 16, **options: bool) -> bool:
         return choose_form(d, d, bn, out_matches=True, pack=pack, **options).staged
 
-    for bn in (64, 128):
-        assert staged(bn=bn, cuts=True) is staged(bn=bn, cuts=True, has_sink=True)
-        assert staged(bn=bn, cuts=True) is (keeps and not wastes)
-    assert staged(cuts=True, want_max=True) and staged() and staged(96, cuts=True)
+    for d, bn in product((96, 128), (64, 128)):
+        assert staged(d, bn, cuts=True) is staged(d, bn, cuts=True, has_sink=True)
+        assert staged(d, bn, cuts=True) is (keeps and not wastes)
+    assert staged(cuts=True, want_max=True) and staged() and staged(64, cuts=True)
     assert all(staged(pack=pack, cuts=True) for pack in (1, 2, 4, 8, 32, 64))
 
 
