@@ -27,6 +27,7 @@ TINY = "--masks tiny --peers fa3 flex --rounds 5"
 BLOCKS = "--masks blockcausal --peers fa3-loop flex --rounds 3"
 VIDEO = f"--masks video --lengths {TO_32K} --peers fa3-loop flex --rounds 3"
 
+# the bars ask for the best peer of all in one run; beside them, what FlexAttention is not asked
 TABLES = {
     "forward-plain": f"--forward {MAIN} {PLAIN}",
     "forward-documents": f"--forward {MAIN} {DOCUMENTS}",

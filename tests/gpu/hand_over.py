@@ -1,10 +1,9 @@
 """What racecheck says of a number that is handed over, in the least kernel there is.
 
-    compute-sanitizer --tool racecheck --kernel-name kns=hand_over \
-        python tests/gpu/hand_over.py lane|each|named
+    compute-sanitizer --tool racecheck --kernel-name kns=hand_over python tests/gpu/hand_over.py HOW
 
 The giver writes only when the taker has read what was there, and the taker reads only when the
-giver has written: there is no race. They tell each other
+giver has written: there is no race. HOW they tell each other:
 
     lane     by mbarriers, at which one lane arrives when its whole warp is there: reported
     each     by mbarriers, at which each thread arrives for itself: not reported
@@ -23,6 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 TURNS = 100
 TAKERS = 4
 """Warps; the giver is one."""
+THREADS = gl.constexpr(32 * (TAKERS + 1))
+NAMED = gl.constexpr(14)
+"""First of two named barriers that Triton does not take."""
 FULL, EMPTY, NUMBER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 """Places of 8 bytes, the first in shared memory."""
 
@@ -30,8 +32,8 @@ FULL, EMPTY, NUMBER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
 @gluon.jit
-def place(NUMBER: gl.constexpr):
-    return gl.inline_asm_elementwise(f"mov.u32 $0, global_smem; add.u32 $0, $0, {8 * NUMBER};",
+def place(WHICH: gl.constexpr):
+    return gl.inline_asm_elementwise(f"mov.u32 $0, global_smem; add.u32 $0, $0, {8 * WHICH};",
                                      "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -54,8 +56,8 @@ def arrive(BARRIER: gl.constexpr, LANES: gl.constexpr):
 def tell(BARRIER: gl.constexpr, LANES: gl.constexpr):
     if LANES == 0:
         gl.inline_asm_elementwise(
-            f"bar.arrive {14 + BARRIER}, 160; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32,
-            is_pure=False, pack=1)
+            f"bar.arrive {NAMED + BARRIER}, {THREADS}; mov.u32 $0, 0;", "=r,~{memory}", [],
+            dtype=gl.int32, is_pure=False, pack=1)
     else:
         arrive(BARRIER, LANES)
 
@@ -64,8 +66,8 @@ def tell(BARRIER: gl.constexpr, LANES: gl.constexpr):
 def wait(places, BARRIER: gl.constexpr, phase, LANES: gl.constexpr):
     if LANES == 0:
         gl.inline_asm_elementwise(
-            f"bar.sync {14 + BARRIER}, 160; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32,
-            is_pure=False, pack=1)
+            f"bar.sync {NAMED + BARRIER}, {THREADS}; mov.u32 $0, 0;", "=r,~{memory}", [],
+            dtype=gl.int32, is_pure=False, pack=1)
     else:
         mbarrier.wait(places.index(BARRIER), phase)
 

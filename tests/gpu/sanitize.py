@@ -5,7 +5,8 @@
     compute-sanitizer --tool memcheck --kernel-name kns=hopper python tests/gpu/sanitize.py
     compute-sanitizer --tool racecheck --kernel-name kns=hopper python tests/gpu/sanitize.py
 
-All results are compared with fp64. test_sanitize.py runs both, and knows what racecheck reports.
+All results are compared with fp64. test_sanitize.py runs both, and knows what racecheck reports;
+`followed.py` has kernels that it can follow.
 """
 
 from __future__ import annotations

@@ -116,6 +116,15 @@ def test_hopper_backward_does_not_spill():
     assert not spilling(variants)
 
 
+def test_kernels_that_racecheck_can_follow():
+    """Here, since nobody would see on a machine without a GPU that they are not made any more."""
+    found = {v["kernel"]: v["counts"] for v in compiled("compile_followed.py")}
+    # TMA's; each lane of the producer; each thread of two consumers
+    assert found.pop("forward") == [1, 32, 256]
+    # each lane's numbers, and what TMA brings
+    assert found == {name: [1, 33] for name in ("narrow", "wide", "offset")}
+
+
 def test_order_of_early_launches():
     """As `early_launches` says: dk and dv touch nothing before the launch before is done, and let
     none begin before; dq waits once; blocks of threads that stay take no part."""

@@ -176,7 +176,8 @@ def keeps_a_word(
     d: int, dv: int, pack: int, cuts: bool = False, want_max: bool = False, **_others: bool
 ) -> bool:
     """Whether a form whose out leaves by TMA may keep a word on the stack: two do with Triton
-    3.7, and four others with 3.8, of which two have head dims that do not fill their blocks."""
+    3.7, and four others with 3.8, capped, of which two have head dims that do not fill their
+    blocks."""
     scarce = wastes_registers() or not keeps_addresses()
     size = (block_of(d), block_of(dv), pack)
     return size == (128, 128, 16) and cuts and not want_max and scarce
