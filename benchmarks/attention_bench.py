@@ -69,6 +69,7 @@ class Bench:
     budget: TimeBudget
     gemm: float
     copy: float
+    lead_ms: float = 0.0
     cell_s: float = 15.0
     """A cell whose rounds take longer makes fewer."""
     flex_cells: Sequence[tuple[int, int, int, int]] | None = FLEX_CELLS
@@ -81,10 +82,15 @@ class Bench:
     """A result of Keel was wrong, or raised."""
 
     def expected_s(self, case: Case) -> float:
-        """Seconds of a cell, seen from its FLOPs: some 9 calls each at half the product rate."""
+        """Seconds of a cell: some 9 calls each at half the product rate, and its samples."""
         able = [n for n in self.makers if self.reason_against(n, case) is None]
         once = sum(case.flops(x) for x in self.directions) / (0.5e12 * self.gemm)
-        return 1.0 + 9 * once * len(able)
+        samples = self.rounds * len(able) * len(self.directions) * len(self.timings)
+        return (
+            1.0
+            + 9 * once * len(able)
+            + min(self.cell_s, samples * (self.lead_ms + self.sample_ms) / 1e3)
+        )
 
     def reason_against(self, name: str, case: Case) -> str | None:
         """What stands in the place of a figure, or None where there will be one."""
@@ -136,6 +142,7 @@ class Bench:
             roof_tflops=report.roofline(flops, num_bytes, self.gemm, self.copy),
             gemm_tflops=self.gemm,
             rounds=len(trial.samples),
+            lead_ms=self.lead_ms,
             **self._shape(case),
         )
 
@@ -201,7 +208,7 @@ class _Cell:
         prepare = functools.partial(prepare_call, direction, attend, self.qkv, self.dout)
         if "graph" in bench.timings:
             try:
-                trial = graph_trial(prepare, got, bench.sample_ms)
+                trial = graph_trial(prepare, got, bench.sample_ms, bench.lead_ms)
                 self.trials[name, direction, "graph"] = trial
                 ms = trial.about_ms / trial.calls_inside
                 self.is_long.setdefault(direction, ms > EAGER_UNTIL_MS)
@@ -210,7 +217,7 @@ class _Cell:
         if "eager" in bench.timings and self.is_long.get(direction):
             self.without[name, direction, "eager"] = AS_GRAPH
         elif "eager" in bench.timings:
-            trial = Trial(prepare(), budget_ms=bench.sample_ms)
+            trial = Trial(prepare(), budget_ms=bench.sample_ms, lead_ms=bench.lead_ms)
             self.trials[name, direction, "eager"] = trial
 
     def _leave_out(self, key: Key, problem: Exception) -> None:
@@ -257,7 +264,7 @@ def prepare_call(
 
 
 def graph_trial(
-    prepare: Callable[[], Call], expected: list[torch.Tensor], sample_ms: float
+    prepare: Callable[[], Call], expected: list[torch.Tensor], sample_ms: float, lead_ms: float
 ) -> Trial:
     """A CUDA graph of the call; its replay has to give what the checked call gave."""
     replay, inside, result = capture(prepare)
@@ -267,7 +274,7 @@ def graph_trial(
     about_ms = time_batch(replay, 1, lead=0)
     if not (error := worst_error(results, expected)) < TOLERANCE:
         raise ArithmeticError(f"relative error {error:.2g} behind the replay of its graph")
-    return Trial(replay, inside, sample_ms, about_ms)
+    return Trial(replay, inside, sample_ms, lead_ms, about_ms)
 
 
 def _listed(result: object) -> list[torch.Tensor]:

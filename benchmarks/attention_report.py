@@ -64,6 +64,8 @@ class Row:
     command: str = ""
     dv: int = 0
     """Of values, where that is not d."""
+    lead_ms: float = 0.0
+    """Of calls in front of each sample, at least; 0: a third of the sample, of 20 ms mostly."""
 
     @property
     def ok(self) -> bool:
@@ -109,7 +111,7 @@ def roofline(flops: float, num_bytes: float, gemm_tflops: float, copy_tbps: floa
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Rows of this version, and of the one before, which had neither `timing` nor `run`."""
+    """Rows of this version, and of those before it, which had fewer columns."""
     kinds = {f.name: {"int": int, "float": float}.get(f.type, str) for f in dataclasses.fields(Row)}
     rows = []
     with open(path, newline="") as file:
@@ -122,7 +124,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def migrate(path: Path) -> None:
-    """Gives a file of the version before the columns of this one, so that rows can be added."""
+    """Gives a file of a version before this one its columns, so that rows can be added."""
     if not path.exists():
         return
     with open(path, newline="") as file:

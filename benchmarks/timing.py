@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import math
 import platform
 import statistics
 import time
@@ -95,7 +96,8 @@ class Trial:
     call: Call
     calls_inside: int = 1
     budget_ms: float = 20.0
-    """Length of a sample, behind a third of it unmeasured."""
+    """Length of a sample, behind a third of it unmeasured, or longer (`lead_ms`)."""
+    lead_ms: float = 0.0
     about_ms: float = 0.0
     """Of one call, where that is known; else the first sample finds out."""
     samples: list[float] = field(default_factory=list)
@@ -107,8 +109,9 @@ class Trial:
                 self.call()
                 self.about_ms = time_batch(self.call, 1, lead=1)
             self.count = max(1, int(self.budget_ms / max(self.about_ms, 1e-3)))
-        # A call of 50 ms is its own lead-in.
+        # A call of 50 ms is its own lead-in, where no longer one is asked for
         lead = 0 if self.about_ms > 50 else max(1, self.count // 3)
+        lead = max(lead, math.ceil(self.lead_ms / max(self.about_ms, 1e-3)))
         ms = time_batch(self.call, self.count, lead=lead) / self.calls_inside
         self.samples.append(ms)
         return ms

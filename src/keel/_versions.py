@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, ParamSpec, TypeVar
 
@@ -257,6 +258,7 @@ def for_few_registers() -> dict[str, Any]:
 
 
 _choosing = threading.RLock()
+PTXAS = "TRITON_PTXAS_PATH"
 
 
 @contextlib.contextmanager
@@ -264,20 +266,37 @@ def sparing_ptxas(wanted: bool = True) -> Iterator[dict[str, Any]]:
     """While Hopper kernels are compiled: by the ptxas that needs the fewest registers. Yields
     options of the launch, by which Triton's cache tells what another one made.
 
-    Triton 3.9 copies operands of products that are in registers. It comes with two: 13.4, which it
-    takes for Hopper, keeps many of the copies, and loops spill; 12.9, for older GPUs, sees that
-    nobody needs them.
+    That is one of Triton's own, with which they are tested: torch.compile puts torch's in its place
+    for the whole process, where torch brings one. Triton 3.9 comes with two, and copies operands of
+    products that are in registers: 13.4, which it takes for Hopper, keeps many of the copies, and
+    loops spill; 12.9, for older GPUs, sees that nobody needs them.
     """
-    other = _other_ptxas() if wanted else None
-    if other is None:
+    if not wanted or (PTXAS not in os.environ and _other_ptxas() is None):
         yield {}
         return
     from triton import knobs
 
-    path, options = other
     with _choosing, knobs.nvidia.scope():
-        knobs.nvidia.ptxas_blackwell = path
+        own = _in_place_of_torchs()
+        if own is not None:
+            knobs.nvidia.ptxas = own
+        path, options = _other_ptxas() or (None, {})
+        if path is not None:
+            knobs.nvidia.ptxas_blackwell = path
         yield options
+
+
+def _in_place_of_torchs() -> str | None:
+    """Triton's own ptxas, where it would take one from torch's folder."""
+    from triton import knobs
+
+    path, torchs = os.environ.get(PTXAS), Path(torch.__file__).parent
+    if path is None or not Path(path).is_relative_to(torchs):
+        return None
+    if "ptxas" in vars(knobs.nvidia):  # the user's, which is asked before the environment
+        return None
+    own: str | None = getattr(vars(type(knobs.nvidia)).get("ptxas"), "default_path", None)
+    return own
 
 
 @functools.cache

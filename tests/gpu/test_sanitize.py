@@ -128,7 +128,6 @@ def test_racecheck_finds_no_race_where_it_can_follow():
     [
         ("fields", "forward documents", "publish"),
         ("tops", "forward documents", "leave_tops"),
-        ("numbers", "backward parts d64", "bring_numbers"),
     ],
 )
 def test_racecheck_finds_what_is_told_of_too_early(broken: str, name: str, writer: str):

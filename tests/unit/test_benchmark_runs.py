@@ -112,7 +112,7 @@ def test_a_run_checks_times_and_writes(
     )
     assert 0 < causal.error < TOLERANCE
     assert (causal.gpu, causal.hq, causal.hk, causal.d) == ("none", 4, 2, 16)
-    assert (causal.rounds, causal.dtype) == (3, "bfloat16")
+    assert (causal.rounds, causal.lead_ms, causal.dtype) == (3, 200.0, "bfloat16")
     assert causal.command.startswith("python benchmarks/attention.py --masks causal video")
     assert str(tmp_path) not in causal.command
     last = printed[printed.index("4:2 heads, d 16, graph, backward: Keel / best peer") :]
@@ -165,6 +165,7 @@ def test_a_quick_run_needs_no_gpu(
         for direction in ("forward", "backward")
     }
     assert all(r.dtype == "float32" and r.gpu.startswith("CPU") and r.rounds == 2 for r in rows)
+    assert not any(r.lead_ms for r in rows)
     assert all(0 < r.ms < 10_000 and r.error < 1e-4 for r in rows)
     assert (tmp_path / "attention-4x2-d64-eager.png").stat().st_size > 10_000
     assert "4:2 heads, d 64, eager, backward: Keel / best peer" in capsys.readouterr().out

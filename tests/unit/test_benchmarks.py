@@ -331,6 +331,18 @@ def test_examples(module: types.ModuleType) -> None:
     assert results.attempted and not results.failed
 
 
+def test_a_sample_begins_when_its_calls_have_found_their_clocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+    monkeypatch.setattr(
+        timing, "time_batch", lambda call, count, *, lead: seen.append((lead, count)) or 1.0
+    )
+    for lead_ms, about_ms in ((0, 10), (0, 60), (200, 10), (200, 159), (200, 600), (0.1, 0.01)):
+        Trial(lambda: None, budget_ms=100, lead_ms=lead_ms, about_ms=about_ms).sample()
+    assert seen == [(3, 10), (0, 1), (20, 10), (2, 1), (1, 1), (3333, 10000)]
+
+
 def test_spread_of_a_trial() -> None:
     trial = Trial(lambda: None, samples=[1.0, 2.0, 3.0, 4.0, 5.0])
     assert (trial.ms, trial.spread) == (3.0, pytest.approx(2 / 3))

@@ -544,6 +544,26 @@ def test_another_ptxas_is_taken_while_a_kernel_compiles(monkeypatch):
     assert knobs.nvidia.ptxas_blackwell.path == usual and key not in os.environ
 
 
+def test_kernels_are_not_compiled_by_the_ptxas_of_torch(monkeypatch, tmp_path):
+    """torch.compile sets it for the process; one that the user set stays."""
+    usual, key = knobs.nvidia.ptxas, "TRITON_PTXAS_PATH"
+    torchs, users = tmp_path / "torch/bin/ptxas", tmp_path / "bin/ptxas"
+    for path in (torchs, users):
+        path.parent.mkdir(parents=True)
+        path.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+        path.chmod(0o755)
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch/__init__.py"))
+    for path, taken in ((torchs, usual.path), (users, str(users))):
+        monkeypatch.setenv(key, str(path))
+        assert knobs.nvidia.ptxas.version == "13.0"
+        with _versions.sparing_ptxas():
+            assert knobs.nvidia.ptxas.path == taken
+        assert (knobs.nvidia.ptxas.path, os.environ[key]) == (str(path), str(path))
+    monkeypatch.setitem(vars(knobs.nvidia), "ptxas", str(torchs))  # by the user, in so many words
+    with _versions.sparing_ptxas():
+        assert knobs.nvidia.ptxas.path == str(torchs)
+
+
 def test_a_chosen_ptxas_stays(monkeypatch):
     """With two of them, the older is taken, unless the user has a say."""
     from triton.backends.nvidia import compiler
