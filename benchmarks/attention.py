@@ -263,6 +263,9 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
     for name in args.peers or ():
         if name not in PEERS:
             raise SystemExit(f"unknown peer {name!r}: one of {', '.join(PEERS)}")
+    for option in ("lead_ms", "sample_ms"):
+        if (value := getattr(args, option)) is not None and not 0 <= value < float("inf"):
+            raise SystemExit(f"--{option.replace('_', '-')} is milliseconds, 0 or more: {value:g}")
     for name in args.ours:
         if not is_ours(name):
             raise SystemExit(f"unknown variant {name!r} of Keel: one of {', '.join(OURS)}")

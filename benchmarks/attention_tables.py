@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("tables", nargs="*", metavar="TABLE", help="of --list; default: all")
     made.add_argument("--fa3", type=Path, help="folder with fa3_peer.py and fa3.so")
     made.add_argument("--out", type=Path, default=attention.RESULTS)
-    made.add_argument("--seconds", type=float, default=200.0, help="each ends within about this")
+    made.add_argument("--seconds", type=float, default=400.0, help="each ends within about this")
     made.add_argument("--list", action="store_true", help="what would run, no run")
     return made
 

@@ -10,7 +10,8 @@ Racecheck follows mbarriers, but knows of those threads alone that arrive there 
 - Each thread arrives for itself at an mbarrier where else one lane does when its whole warp is
   there, and the barriers count 32 times as many arrivals.
 - Threads load row vectors and then arrive, where else cp.async brings them and arrives. Racecheck
-  would hold all that these threads write for told of by that.
+  would hold all that these threads write for told of by that. It still does not see who tells of
+  row vectors too early: TMA's bytes complete those barriers.
 """
 
 from __future__ import annotations
@@ -59,8 +60,7 @@ BROKEN = {
     ],
     "tops": [(hopper_put_away.put_away, LEFT + LAST, LAST + LEFT)],
 }
-"""Who tells of something before it is there. Of row vectors, whose barriers bytes of TMA complete,
-racecheck says nothing then."""
+"""Who tells of something before it is there."""
 
 
 def change(function: Any, old: str, new: str, times: int = 1) -> None:

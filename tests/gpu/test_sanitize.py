@@ -5,7 +5,8 @@ when its whole warp is there, it reports a race, also in a kernel that does noth
 (`hand_over.py`). So it is asked twice:
 
 - about kernels in which each thread arrives for itself (`followed.py`). All that it then reports is
-  handed over by named barriers, which it reports in `hand_over.py` as well;
+  handed over by named barriers, which it reports in `hand_over.py` as well. Of row vectors it would
+  report nothing: TMA's bytes complete their barriers;
 - about the kernels as they are: each hazard must be on a list of hand-overs, with its order.
 """
 

@@ -559,6 +559,9 @@ def test_unknown_names_are_told() -> None:
         attention.main(["--peers", "fa2", "--list"])
     with pytest.raises(SystemExit, match="'teak' of Keel: one of keel, "):
         attention.main(["--ours", "teak", "--list"])
+    for wrong in ("--lead-ms -5", "--sample-ms nan", "--sample-ms inf"):
+        with pytest.raises(SystemExit, match="is milliseconds, 0 or more: "):
+            attention.main(wrong.split())
     with pytest.raises(SystemExit, match="leave --forward"):
         attention.main(["--passes", "forward", "--backward", "--list"])
     with pytest.raises(ValueError, match="unknown peer"):

@@ -559,9 +559,10 @@ def test_kernels_are_not_compiled_by_the_ptxas_of_torch(monkeypatch, tmp_path):
         with _versions.sparing_ptxas():
             assert knobs.nvidia.ptxas.path == taken
         assert (knobs.nvidia.ptxas.path, os.environ[key]) == (str(path), str(path))
-    monkeypatch.setitem(vars(knobs.nvidia), "ptxas", str(torchs))  # by the user, in so many words
+    monkeypatch.setenv(key, str(torchs))
+    monkeypatch.setitem(vars(knobs.nvidia), "ptxas", str(users))  # asked before the environment
     with _versions.sparing_ptxas():
-        assert knobs.nvidia.ptxas.path == str(torchs)
+        assert knobs.nvidia.ptxas.path == str(users)
 
 
 def test_a_chosen_ptxas_stays(monkeypatch):
