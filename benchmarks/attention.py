@@ -45,7 +45,7 @@ from attention_peers import (
     why_not,
 )
 from attention_report import Row
-from timing import TimeBudget, append_csv, copy_rate, dims, gemm_rate, heads, machine
+from timing import TimeBudget, append_csv, copy_rate, dims, gemm_rate, heads, machine, settled
 
 RESULTS = Path(__file__).parent / "results"
 TIMINGS = ("graph", "eager")
@@ -59,11 +59,6 @@ OTHER_MASKS = ("full", "causal", "vcausal")
 QUICK = {"cuda": (1024, 4096), "cpu": (256, 768)}
 QUICK_SHAPES = {"cuda": ((64, 8, 128),), "cpu": ((4, 2, 64),)}
 SECONDS = 1200.0
-LEAD_MS = {"cuda": 200.0, "cpu": 0.0}
-"""Calls in front of each sample, unmeasured, for so long: at its power limit a GPU takes that long
-to find the clocks of these calls. Before it has, what ran before decides: backward behind
-FlexAttention, 10 % too fast for one library and 10 % too slow for another."""
-SAMPLE_MS = {"cuda": 100.0, "cpu": 20.0}
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
@@ -175,11 +170,11 @@ def run(args: argparse.Namespace, command: str) -> bool:
         args.passes or DIRECTIONS,
         ("eager",) if device == "cpu" else args.timing or TIMINGS,
         args.rounds,
-        SAMPLE_MS[device] if args.sample_ms is None else args.sample_ms,
+        args.sample_ms,
         budget,
         gemm_rate(),
         copy_rate(),
-        lead_ms=LEAD_MS[device] if args.lead_ms is None else args.lead_ms,
+        lead_ms=args.lead_ms,
         cell_s=args.cell_seconds,
         flex_cells=None if args.peers else FLEX_CELLS,
         device=device,
@@ -237,10 +232,7 @@ def parser() -> argparse.ArgumentParser:
     many("--ours", default=["keel"], help=f"of {', '.join(OURS)}; with :BACKEND for one of them")
     made.add_argument("--fa3", type=Path, help="folder with fa3_peer.py and fa3.so")
     made.add_argument("--rounds", type=int, default=5)
-    made.add_argument("--sample-ms", type=float, help="length of a sample; default: 100, CPU 20")
-    made.add_argument(
-        "--lead-ms", type=float, help="of calls in front of each, unmeasured; default: 200, CPU 0"
-    )
+    settled(made, device_of())
     made.add_argument(
         "--seconds", "--budget-s", type=float, default=SECONDS, help="ends within about this time"
     )
@@ -263,9 +255,6 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
     for name in args.peers or ():
         if name not in PEERS:
             raise SystemExit(f"unknown peer {name!r}: one of {', '.join(PEERS)}")
-    for option in ("lead_ms", "sample_ms"):
-        if (value := getattr(args, option)) is not None and not 0 <= value < float("inf"):
-            raise SystemExit(f"--{option.replace('_', '-')} is milliseconds, 0 or more: {value:g}")
     for name in args.ours:
         if not is_ours(name):
             raise SystemExit(f"unknown variant {name!r} of Keel: one of {', '.join(OURS)}")

@@ -114,6 +114,7 @@ def stubbed() -> Iterator[Stub]:
         replace(ops, "_triton_problem", lambda device, dtype: None)
         replace(hopper_launch, "machine_problem", lambda device: None)
         replace(launch, "c_launcher", stub.c_launcher)
+        replace(launch, "in_clusters", lambda compiled, size: None)
         replace(launch, "has_launch_hooks", lambda: stub.hooked)
         replace(torch.cuda, "is_current_stream_capturing", lambda: False)
         hopper = (hopper_launch, hopper_bwd_launch, hopper_dq_launch)

@@ -21,6 +21,12 @@ import torch
 
 Call = Callable[[], object]
 
+LEAD_MS = {"cuda": 200.0, "cpu": 0.0}
+"""Calls in front of a settled sample, unmeasured, for so long: at its power limit a GPU takes that
+long to find the clocks of these calls. Before it has, what ran before decides: backward behind
+FlexAttention, 10 % too fast for one library and 10 % too slow for another."""
+SAMPLE_MS = {"cuda": 100.0, "cpu": 20.0}
+
 
 def heads(text: str) -> tuple[int, int]:
     """'64:8' -> (64, 8)."""
@@ -44,6 +50,30 @@ def dims(text: str) -> tuple[int, ...]:
     if not 1 <= len(found) <= 2 or min(found) < 1:
         raise argparse.ArgumentTypeError(f"head dims are given as 128 or 192/128, got {text!r}")
     return found if len(set(found)) == len(found) else found[:1]
+
+
+def milliseconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"milliseconds are 0 or more, got {text!r}")
+    return found
+
+
+def settled(parser: argparse.ArgumentParser, device: str) -> None:
+    """Adds how long samples are, and what runs before each: see `LEAD_MS`."""
+    sample, lead = SAMPLE_MS[device], LEAD_MS[device]
+    parser.add_argument(
+        "--sample-ms", type=milliseconds, default=sample, help=f"of a sample; here {sample:g}"
+    )
+    parser.add_argument(
+        "--lead-ms",
+        type=milliseconds,
+        default=lead,
+        help=f"of the same calls before each, unmeasured; here {lead:g}",
+    )
 
 
 def hopper_needed(parser: argparse.ArgumentParser) -> None:

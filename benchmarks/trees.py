@@ -5,8 +5,9 @@
     python benchmarks/trees.py /tmp/before /tmp/before --softcap 30 --dims 256   # and its own noise
 
 This tree and those given, folders that hold src/keel, have a process each; one at a time works. In
-each round each measures once, by CUDA graphs where there is a GPU, and the median of the ratios of
-a round counts. Results are not looked at here: that is what tests are for.
+each round each measures once, by CUDA graphs where there is a GPU, at clocks that have settled, and
+the median of the ratios of a round counts. Results are not looked at here: that is what tests are
+for.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from attention_masks import DIRECTIONS, MASKS
-from timing import Trial, capture, dims, heads
+from timing import Trial, capture, dims, heads, settled
 
 HERE = Path(__file__).parents[1]
 Cell = dict[str, Any]
@@ -87,7 +89,6 @@ def work() -> None:
 
 
 def trial_of(cell: Cell) -> Trial:
-    import torch
     from attention_bench import prepare_call
 
     import keel
@@ -106,10 +107,8 @@ def trial_of(cell: Cell) -> Trial:
     def prepare():
         return prepare_call(cell["pass"], attend, qkv, dout)
 
-    if not on_gpu:
-        return Trial(prepare())
-    replay, inside, _ = capture(prepare)
-    return Trial(replay, inside)
+    replay, inside = capture(prepare)[:2] if on_gpu else (prepare(), 1)
+    return Trial(replay, inside, cell["sample_ms"], cell["lead_ms"])
 
 
 def cells(args: argparse.Namespace) -> Iterator[Cell]:
@@ -120,7 +119,8 @@ def cells(args: argparse.Namespace) -> Iterator[Cell]:
     grid = itertools.product(args.passes, args.masks, args.lengths, args.heads, args.dims)
     for direction, mask, tokens, (hq, hk), (d, *other) in grid:
         cell = {"pass": direction, "mask": mask, "tokens": tokens, "hq": hq, "hk": hk, "d": d}
-        yield {**cell, "dv": (*other, d)[0], "options": options}
+        times = {"sample_ms": args.sample_ms, "lead_ms": args.lead_ms}
+        yield {**cell, "dv": (*other, d)[0], "options": options, **times}
 
 
 def in_turns(trees: Sequence[Tree], cell: Cell, rounds: int) -> list[list[float]]:
@@ -158,6 +158,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--sm-margin", type=int, default=0)
     made.add_argument("--deterministic", action="store_true")
     made.add_argument("--rounds", type=int, default=9)
+    settled(made, "cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return made
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import triton
@@ -32,7 +33,7 @@ def forms(which: str) -> list[Form]:
     if which == "all":
         return list(dict.fromkeys(forward_forms()))
     if which == "others":
-        return [*cuts(), *packed()]
+        return [*cuts(), *packed(), *pairs()]
     if which == "near":
         # spilled by itself with 3.8, and with 3.9 where results are added to what is there
         added = not wastes_registers()
@@ -83,6 +84,18 @@ def packed() -> list[Form]:
         form(128, 64, 8, has_softcap=True, has_sink=True, cuts=True),
         form(128, 128, 8, staged=False, accumulate=True, cuts=True),
     ]
+
+
+def pairs() -> list[Form]:
+    """Query heads that share keys and values by twos: of all head dims that bring their columns in
+    another way, with two and three consumers, and capped."""
+    made = [
+        *((d, d, bn, {}) for d, bn in ((128, 128), (128, 64), (64, 128), (256, 64))),
+        (192, 128, 128, {}),
+        (256, 256, 64, {"has_softcap": True, "has_sink": True}),
+    ]
+    found = [choose_form(*x, out_matches=True, want_max=True, **more) for *x, more in made]
+    return [dataclasses.replace(form, paired=True) for form in (*found, *three_consumers()[1:2])]
 
 
 def cuts() -> list[Form]:
@@ -167,7 +180,10 @@ def main() -> None:
     args = command_line(__doc__, "whole", "others", "near", "all").parse_args()
     for form in part_of(forms(args.which), args.part):
         compiled = compile_form(form, args.dtype or "bf16")
-        print(json.dumps(dataclasses.asdict(form) | resources_and_spills(compiled)), flush=True)
+        found = resources_and_spills(compiled)
+        # to arrive at a neighbour's barrier, or to wait at one, takes none: see `hopper_pairs`
+        found["fences"] = len(re.findall(r"mbarrier\.\S+\.cluster\.", compiled.asm["ptx"]))
+        print(json.dumps(dataclasses.asdict(form) | found), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@
 static unsigned char record[1 << 20];
 static long used;
 static int num_functions, num_encoded, num_launches;
-static char early[64];
+static char early[64], clusters[64];
 static int sizes[MAX_FUNCTIONS][MAX_PARAMETERS], counts[MAX_FUNCTIONS];
 
 /* Bytes of each parameter of a function, of which nothing is noted before. */
@@ -25,10 +25,12 @@ long fake_take_record(unsigned char *out) {
   return count;
 }
 
-/* Launches since the last time; '1' for each that may begin before the one before it is done. */
-int fake_take_launches(char *out) {
+/* Launches since the last time: '1' for each that may begin before the one before it is done, and
+   how many blocks of threads run side by side. */
+int fake_take_launches(char *out, char *sizes_of_clusters) {
   int count = num_launches;
   memcpy(out, early, count);
+  memcpy(sizes_of_clusters, clusters, count);
   num_launches = 0;
   return count;
 }
@@ -47,12 +49,17 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **params, 
                      c->sharedMemBytes, (uint64_t)c->hStream, c->numAttrs, (uint64_t)f};
   int n = (int)(uint64_t)f - 1;
   note(head, sizeof(head));
-  if (num_launches < (int)sizeof(early))
+  if (num_launches < (int)sizeof(early)) {
+    clusters[num_launches] = '1';
     early[num_launches++] = '0';
-  for (unsigned i = 0; i < c->numAttrs; i++)
+  }
+  for (unsigned i = 0; i < c->numAttrs; i++) {
     if (c->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION &&
         c->attrs[i].value.programmaticStreamSerializationAllowed)
       early[num_launches - 1] = '1';
+    if (c->attrs[i].id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
+      clusters[num_launches - 1] = (char)('0' + c->attrs[i].value.clusterDim.x);
+  }
   for (int i = 0; i < counts[n]; i++)
     note(params[i], sizes[n][i]);
   return 0;

@@ -19,7 +19,13 @@ from keel._versions import wastes_registers
 from keel.kernels.hopper_bwd_launch import LARGEST_WITH_FP32_BIAS, choose_backward_form
 from keel.kernels.hopper_dq_launch import choose_query_form, dq_block_ns
 from keel.kernels.hopper_forms import BackwardForm, Form, QueryForm, WideForm
-from keel.kernels.hopper_launch import block_ns, can_be_paced, can_pack, choose_form
+from keel.kernels.hopper_launch import (
+    block_ns,
+    can_be_paced,
+    can_be_paired,
+    can_pack,
+    choose_form,
+)
 
 BackwardForms = BackwardForm | WideForm | QueryForm
 BOTH = (False, True)
@@ -56,14 +62,14 @@ def forward_forms() -> Iterator[Form]:
                     **{"out_matches": results == "staged", "cuts": cuts},
                 }
                 form = choose_form(*dims, bn, **options)
-                yield form
-                if can_be_paced(form):
-                    yield paced(form)
-                if can_pack(*dims):
-                    yield from (choose_form(*dims, bn, pack=pack, **options) for pack in PACKS)
+                alone = [form, *([paced(form)] if can_be_paced(form) else [])]
                 may_be_three = dims == (64, 64) and not (softcap or cuts)
                 if may_be_three and not wastes_registers():
-                    yield choose_form(*dims, bn, consumers=3, **options)
+                    alone.append(choose_form(*dims, bn, consumers=3, **options))
+                yield from alone
+                yield from (replace(x, paired=True) for x in alone if can_be_paired(x, 2))
+                if can_pack(*dims):
+                    yield from (choose_form(*dims, bn, pack=pack, **options) for pack in PACKS)
 
 
 def term_choices(largest: int, dtype: str) -> Iterator[tuple[dict[str, bool], str]]:

@@ -104,37 +104,38 @@ def launched() -> bytes:
     return bytes(buffer[:count])
 
 
-def took_launches() -> str:
-    buffer = ctypes.create_string_buffer(64)
-    count = CUDA.fake_take_launches(buffer)
-    return buffer.raw[:count].decode()
+def took_launches() -> tuple[str, str]:
+    buffers = [ctypes.create_string_buffer(64) for _ in range(2)]
+    count = CUDA.fake_take_launches(*buffers)
+    early, clusters = (buffer.raw[:count].decode() for buffer in buffers)
+    return early, clusters
 
 
 def compare(name: str, call: Callable[[], list[torch.Tensor]]) -> None:
     """`call` gives all that it allocates and hands out."""
     call()
     call()
-    records, results, early = [], [], []
+    records, results, launches = [], [], []
     for hooked in (True, False):
         launch.has_launch_hooks = lambda hooked=hooked: hooked
         launched()
         took_launches()
         results.append(call())
         records.append(launched())
-        early.append(took_launches())
+        launches.append(took_launches())
     ordinary, straight = records
     for x, y in zip(*results, strict=True):
         old, new = (t.data_ptr().to_bytes(8, "little") for t in (x, y))
         assert old in ordinary and new in straight, f"{name}: an address is not there"
         ordinary = ordinary.replace(old, new)
-    same = ordinary == straight and early[0] == early[1]
+    same = ordinary == straight and launches[0] == launches[1]
     before = CUDA.fake_num_encoded()
     for _ in range(3):
         del results[:]
         results.append(call())
     encoded = CUDA.fake_num_encoded() - before
     line = {"call": name, "bytes": len(straight), "same": same, "encoded": encoded}
-    line["early"] = early[-1]
+    line["early"], line["clusters"] = launches[-1]
     print(json.dumps(line | {"triton": triton.__version__}), flush=True)
 
 

@@ -240,6 +240,23 @@ def c_launcher(compiled: Any, grid: Sequence[int]) -> CLauncher | None:
     return CLauncher(run, driver.make_tensordesc_arg, forms)
 
 
+@functools.cache
+def knows_clusters() -> bool:
+    """Whether `in_clusters` does what it says: as the launchers of Triton 3.6 to 3.9 read it."""
+    import triton
+
+    return triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
+
+
+def in_clusters(compiled: Any, size: int) -> None:
+    """Launches of a compiled kernel are of clusters of so many blocks of threads, from now on.
+
+    It is compiled for single ones: to Triton itself, a cluster is one block that is spread out.
+    """
+    warps, _, shared = compiled.packed_metadata
+    compiled.packed_metadata = (warps, size, shared)
+
+
 def fp_fusion() -> bool:
     """Whether products and sums become one operation, as the kernels are written for, unless the
     user says otherwise. Triton 3.9 announces another default."""

@@ -54,6 +54,8 @@ class Run:
     """dk and dv are made in parts, of a query head each."""
     long: bool = False
     """Tiles count as long."""
+    pairs: bool = False
+    """Query heads share keys and values by twos."""
 
     @property
     def kind(self) -> tuple[bool, bool, bool]:
@@ -75,6 +77,10 @@ RUNS = [
     Run("forward d256", "full", d=256),
     Run("forward d256 long tiles", "full", d=256, long=True),
     Run("forward softcap sink", case={"softcap": 2.0, "sink": True}),
+    Run("forward pairs", "full", heads=(8, 2), pairs=True),
+    Run("forward pairs documents", heads=(8, 2), pairs=True),
+    Run("forward pairs d64 three consumers", "full", d=64, wide=True, pairs=True),
+    Run("forward pairs d256", d=256, pairs=True),
     Run("forward cut", "full", cut=True),
     Run("forward cut d64", d=64, cut=True),
     Run("forward packed", "few", heads=(16, 2), pack=True),
@@ -118,7 +124,10 @@ def chosen_tiles(run: Run) -> Iterator[list[hopper_tiles.Tiles]]:
         (hopper_launch, "tiles_for", noted),
         (hopper_launch, "has_long_tiles", lambda _: run.long),
         (hopper_launch, "pays_to_pace", lambda *_: run.long),
+        (hopper_launch, "can_be_paired", lambda *_: run.pairs),
     ]
+    if run.pairs:
+        patches.append((hopper_tiles, "are_few", lambda *_: False))  # those are cut
     if run.cut or run.pack:
         patches.append((tile_parts, "choose_cuts", counts))
     if run.pack:

@@ -144,6 +144,71 @@ def test_tiles_that_begin_together(monkeypatch, d):
     assert all(torch.equal(out, expected) for out in outs)
 
 
+def run_paired(case: Case, paired: bool, **options) -> tuple[dict, list[bool]]:
+    """Results, and of each forward that was prepared whether query heads went by twos."""
+    made, prepare = [], hopper_launch._prepare
+
+    def noted(*args):
+        made.append(prepare(*args))
+        return made[-1]
+
+    with (
+        mock.patch.object(direct, "_known", direct.KnownCalls()),
+        mock.patch.object(launch, "_recipes", {}),
+        mock.patch.object(hopper_tiles, "are_few", lambda *_: False),  # those are cut
+        mock.patch.object(hopper_tiles, "may_pack", lambda group: False),
+        mock.patch.object(hopper_launch, "_prepare", noted),
+    ):
+        if not paired:
+            options |= {"sm_margin": 1}
+        found = run_case(case, backend="hopper", **options)
+    return found, [x.arguments["FORM"].paired for x in made if x is not None]
+
+
+@pytest.mark.parametrize("variant", range(len(VARIANTS)))
+def test_pairs_have_the_bits_of_heads_apart(variant):
+    """16 x 12 masks, two to eight query heads of a key head."""
+    (d, dv), dtype, sink, softcap = VARIANTS[variant]
+    for seed in range(12):
+        rng = random.Random(1000 * variant + seed)
+        hk = rng.choice([1, 2, 3])
+        sizes = {"hq": 2 * hk * rng.randrange(1, 5), "hk": hk, "d": d, "dv": dv, "seed": seed}
+        case = Case(
+            mask=random_mask(rng, rng.choice([64, 300, 700, 1500])), **sizes, dtype=dtype,
+            device="cuda", sink=sink, softcap=softcap, scale=rng.choice([None, 0.3, -0.2, 0.0]),
+        )  # fmt: skip
+        (pairs, went), (apart, stayed) = (run_paired(case, paired) for paired in (True, False))
+        assert all(went) and not any(stayed) and len(went) == len(stayed)
+        assert all(torch.equal(pairs[n], apart[n]) for n in ("out", "lse", "max_logits")), seed
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_pairs_beside_each_other(d):
+    """Of three streams, where some pairs begin when others are done; and again by a graph."""
+    q = torch.randn(3000, 16, d, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 3000, 2, d, device="cuda", dtype=torch.bfloat16).unbind()
+    lengths = [1, 3, 1100, 5, 128, 256, 1200, 17, 100, 190]
+    made = masks.documents([sum(lengths[:n]) for n in range(11)], causal=True)
+    for mask in (masks.full(3000), made):
+        expected, _ = flex_flash_attn_func(q, k, v, mask, backend="hopper", sm_margin=1)
+        torch.cuda.synchronize()
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        results = []
+        for n in range(30):
+            with torch.cuda.stream(streams[n % 3]):
+                results.append(flex_flash_attn_func(q, k, v, mask, backend="hopper")[0])
+        torch.cuda.synchronize()
+        assert all(torch.equal(got, expected) for got in results)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = [flex_flash_attn_func(q, k, v, mask, backend="hopper")[0] for _ in range(3)]
+        for _ in range(3):
+            for out in outs:
+                out.fill_(torch.nan)
+            graph.replay()
+            assert all(torch.equal(out, expected) for out in outs)
+
+
 @pytest.fixture
 def three_consumers(monkeypatch):
     """Tiles of 192 rows for head dims up to 64."""
@@ -242,11 +307,16 @@ def test_layouts():
         assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("kv_heads", [6, 3])
 @pytest.mark.parametrize(("d", "softcap"), [(128, 0.0), (256, 3.0)])
-def test_accumulates_in_place(d, softcap):
+def test_accumulates_in_place(d, softcap, kv_heads, monkeypatch):
     """Three parts of the keys, one after the other, are the whole."""
+    monkeypatch.setattr(direct, "_known", direct.KnownCalls())
+    monkeypatch.setattr(launch, "_recipes", {})
+    monkeypatch.setattr(hopper_tiles, "are_few", lambda *_: kv_heads == 6)
     tokens, heads = 700, 6
-    q, k, v = torch.randn(3, tokens, heads, d, device="cuda", dtype=torch.bfloat16).unbind()
+    q = torch.randn(tokens, heads, d, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, tokens, kv_heads, d, device="cuda", dtype=torch.bfloat16).unbind()
     scoring = Scoring(scale=0.1, softcap=softcap)
     out = torch.zeros(tokens, heads, d, device="cuda")
     lse = torch.full((tokens, heads), -float("inf"), device="cuda")

@@ -93,8 +93,10 @@ def test_hopper_kernels_do_not_spill(which):
         assert three == (set() if wastes_registers() else {64, 128})
     else:
         assert {v["pack"] for v in variants if v["cuts"]} >= {1, 4, 8, 16, 64}
+        assert {v["d"] for v in variants if v["paired"]} == {64, 128, 192, 256}
     for v in variants:
         assert v["shared"] <= SHARED_LIMIT[90], v
+        assert not v["fences"], v
     assert not spilling(variants)
 
 

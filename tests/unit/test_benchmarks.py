@@ -27,6 +27,7 @@ import attention_peers  # noqa: E402
 import attention_report as report  # noqa: E402
 import max_logits  # noqa: E402
 import timing  # noqa: E402
+import trees  # noqa: E402
 from attention_masks import MASKS  # noqa: E402
 from exact import TOLERANCE, Exact, worst_error  # noqa: E402
 from timing import TimeBudget, Trial, append_csv  # noqa: E402
@@ -554,14 +555,19 @@ def test_bad_arguments_are_refused(bad: list[str]) -> None:
         attention.main([*bad, "--list"])
 
 
+@pytest.mark.parametrize("wrong", ["--lead-ms -5", "--sample-ms nan", "--sample-ms inf"])
+@pytest.mark.parametrize("program", [attention, trees])
+def test_times_that_are_none(wrong, program, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        program.main(wrong.split())
+    assert f"milliseconds are 0 or more, got {wrong.split()[1]!r}" in capsys.readouterr().err
+
+
 def test_unknown_names_are_told() -> None:
     with pytest.raises(SystemExit, match="'fa2': one of fa3, "):
         attention.main(["--peers", "fa2", "--list"])
     with pytest.raises(SystemExit, match="'teak' of Keel: one of keel, "):
         attention.main(["--ours", "teak", "--list"])
-    for wrong in ("--lead-ms -5", "--sample-ms nan", "--sample-ms inf"):
-        with pytest.raises(SystemExit, match="is milliseconds, 0 or more: "):
-            attention.main(wrong.split())
     with pytest.raises(SystemExit, match="leave --forward"):
         attention.main(["--passes", "forward", "--backward", "--list"])
     with pytest.raises(ValueError, match="unknown peer"):

@@ -46,12 +46,14 @@ from keel.kernels.hopper_fwd_steps import (
     step,
     tops_of,
 )
+from keel.kernels.hopper_pairs import idle, meet_peer
 from keel.kernels.hopper_places import (
     FIELDS_EMPTY,
     FIELDS_FULL,
     K_FULL,
     Q_EMPTY,
     Q_FULL,
+    V_FREE,
     V_FULL,
     arrive_at,
     set_up,
@@ -59,7 +61,7 @@ from keel.kernels.hopper_places import (
     wait_at,
     warpgroup,
 )
-from keel.kernels.hopper_producer import V_FREE, producer
+from keel.kernels.hopper_producer import producer
 from keel.kernels.hopper_put_away import put_away
 from keel.kernels.hopper_rows import bounds, token_of
 from keel.kernels.hopper_sending import wait_until_sent
@@ -357,6 +359,8 @@ def consumer(code: gl.constexpr, cid, inputs, numbers, ring, form: gl.constexpr)
 
 @gluon.jit
 def first_consumer(inputs, numbers, ring, form: gl.constexpr):
+    if form.PAIRED:
+        meet_peer()
     if form.ONE_CODE:
         consumer(0, warpgroup(), inputs, numbers, ring, form)
     else:
@@ -365,11 +369,15 @@ def first_consumer(inputs, numbers, ring, form: gl.constexpr):
 
 @gluon.jit
 def second_consumer(inputs, numbers, ring, form: gl.constexpr):
+    if form.PAIRED:
+        meet_peer()
     consumer(1, 1, inputs, numbers, ring, form)
 
 
 @gluon.jit
 def third_consumer(inputs, numbers, ring, form: gl.constexpr):
+    if form.PAIRED:
+        meet_peer()
     consumer(2, 2, inputs, numbers, ring, form)
 
 
@@ -416,11 +424,27 @@ def hopper_fwd_kernel(
                       stride_oh, most_parts, all_factor, all_shift, section_factor, section_shift,
                       group_factor, group_shift)
     # registers of all but the first, which gets what is left of 512 for four threads, one of each
-    if FORM.ONE_CODE:
+    if FORM.ONE_CODE and FORM.PAIRED:
+        gl.warp_specialize([
+            (first_consumer, (inputs, numbers, ring, FORM)),
+            (producer, (inputs, numbers, ring, FORM)),
+            (idle, ()),
+            (idle, ()),
+        ], [1, 2, 1], [FORM.PRODUCER_REGISTERS] * 3)
+    elif FORM.ONE_CODE:
         gl.warp_specialize([
             (first_consumer, (inputs, numbers, ring, FORM)),
             (producer, (inputs, numbers, ring, FORM)),
         ], [1], [FORM.PRODUCER_REGISTERS])
+    elif CONSUMERS == 3 and FORM.PAIRED:
+        gl.warp_specialize([
+            (first_consumer, (inputs, numbers, ring, FORM)),
+            (second_consumer, (inputs, numbers, ring, FORM)),
+            (third_consumer, (inputs, numbers, ring, FORM)),
+            (producer, (inputs, numbers, ring, FORM)),
+            (idle, ()),
+            (idle, ()),
+        ], [4, 4, 1, 2, 1], [160, 160, 32, 32, 32])
     elif CONSUMERS == 3:
         gl.warp_specialize([
             (first_consumer, (inputs, numbers, ring, FORM)),
@@ -428,6 +452,14 @@ def hopper_fwd_kernel(
             (third_consumer, (inputs, numbers, ring, FORM)),
             (producer, (inputs, numbers, ring, FORM)),
         ], [4, 4, 1], [160, 160, 32])
+    elif FORM.PAIRED:
+        gl.warp_specialize([
+            (first_consumer, (inputs, numbers, ring, FORM)),
+            (second_consumer, (inputs, numbers, ring, FORM)),
+            (producer, (inputs, numbers, ring, FORM)),
+            (idle, ()),
+            (idle, ()),
+        ], [4, 1, 2, 1], [240] + [FORM.PRODUCER_REGISTERS] * 3)
     else:
         gl.warp_specialize([
             (first_consumer, (inputs, numbers, ring, FORM)),

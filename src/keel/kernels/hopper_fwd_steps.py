@@ -20,8 +20,7 @@ from keel.kernels.hopper_common import (
     stage_of,
     take_turn,
 )
-from keel.kernels.hopper_places import K_FULL, V_FULL, wait_at
-from keel.kernels.hopper_producer import V_FREE
+from keel.kernels.hopper_places import K_FULL, V_FREE, V_FULL, wait_at
 
 # fmt: off
 

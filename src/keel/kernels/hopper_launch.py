@@ -16,6 +16,7 @@ from keel._versions import (
     constant_in_traces,
     copies_operands,
     keeps_addresses,
+    knows_clusters,
     launch_stream,
     wastes_registers,
 )
@@ -297,6 +298,17 @@ def can_be_paced(form: Form) -> bool:
     return plain and filled and form.pack == 1 and (form.at_once or form.spools)
 
 
+def can_be_paired(form: Form, group: int) -> bool:
+    """Whether query heads of one key head, `group` of them, share keys and values by twos.
+
+    Parts of tiles are for idle GPUs, and packed heads share what they read already. With Triton
+    3.9, queries of 256 columns with fewer of values would keep a number on the stack.
+    """
+    scarce = copies_operands() and form.d == 256 > form.dv
+    plain = form.pack == 1 and not form.cuts
+    return group % 2 == 0 and plain and not scarce and knows_clusters()
+
+
 def pays_to_pace(records: TileRecords, key_bytes: int, device: torch.device) -> bool:
     """Whether tiles are about even, and each reads more keys and values than the L2 holds."""
     work = records.work
@@ -359,15 +371,20 @@ def _prepare(
             form = dataclasses.replace(form, spools=False)
         if can_be_paced(form) and pays_to_pace(records, (d + dv) * k.element_size(), q.device):
             form = dataclasses.replace(form, paced=True)
+        # beside other kernels, SMs that are free need not be neighbours
+        if sm_margin == 0 and can_be_paired(form, hq // hk):
+            form = dataclasses.replace(form, paired=True)
     elif cut is None:
         form = dataclasses.replace(form, cuts=False)
+    pair = 2 if form.paired else 1
     heads = hq // form.pack  # of work: those of keys, if packed
-    num_work = len(records.tiles) * heads
+    num_work = len(records.tiles) * heads // pair
     if num_work == 0:
         return None
     section = heads  # longest tiles of all heads first, as cuts are chosen for
     if cut is None:
-        section = section_heads(heads, hk, tk * (d + dv) * k.element_size(), records.work, q.device)
+        head_bytes = tk * (d + dv) * k.element_size()
+        section = section_heads(heads, hk, head_bytes, records.work, q.device) // pair
     streamed = {
         "Q": describing(q, (form.own_rows // form.pack, form.d // form.panels), form.pack),
         "K": describing(k, (form.bn, form.d // form.panels)),
@@ -378,7 +395,7 @@ def _prepare(
         box = (form.sent_rows // form.pack, form.dv)
         streamed["O"], left_out = describing(out, box, form.pack), ()
     return Prepared(
-        (min(num_sms(q.device) - sm_margin, num_work),),
+        (min((num_sms(q.device) - sm_margin) // pair, num_work),),
         {
             **on_device(records, q.device),
             **({} if cut is None else {"SHARES": shares_on_device(cut, q.device)}),
@@ -391,6 +408,7 @@ def _prepare(
         },
         num_warps=form.warps,
         check=functools.partial(check_compiled, form),
+        cluster=pair,
         hopper=True,
         streamed=streamed,
         left_out=(*left_out, *(("PARTS", "MEETINGS") if cut is None else ())),
@@ -422,16 +440,20 @@ def as_factor(divisor: int) -> tuple[int, int]:
 
 
 def check_compiled(form: Form, compiled: Any) -> None:
-    """Whether shared memory lies where `hopper_places` looks for it (its `set_up` tells) and, where
+    """Whether shared memory lies where `hopper_places` looks for it (its `set_up` tells); where
     two consumers run the same code, that no barrier stops all of their warps in a tile, and none of
-    Triton's own is one of theirs."""
+    Triton's own is one of theirs; and of pairs, that all threads meet, and descriptors are where
+    `hopper_pairs` takes them."""
     begun = re.findall(r"mbarrier\.init[^\n]*@global_smem(?:, i\d+ (\d+))?", compiled.asm["llir"])
-    found, expected = [int(place or 0) for place in begun], [form.queries_at, form.places_at]
+    shared = [form.keys_at, form.values_at] if form.paired else []
+    found = [int(place or 0) for place in begun]
+    expected = [form.queries_at, *shared, form.places_at]
     _, products, behind = compiled.asm["ptx"].partition("wgmma.mma_async")
     taken = _named_barriers(compiled.asm["ptx"])
     problem = None
     if found != expected:
-        problem = f"has queries and barriers at {found} of shared memory, not at {expected}"
+        arrays = "queries, keys, values" if form.paired else "queries"
+        problem = f"has {arrays} and barriers at {found} of shared memory, not at {expected}"
     elif not products:
         problem = "has no products that could be found"
     elif form.one_code and re.search(r"bar(rier)?\.(cta\.)?sync(\.aligned)?\s+0\b", behind):
@@ -442,11 +464,24 @@ def check_compiled(form: Form, compiled: Any) -> None:
         problem = (
             f"lets Triton take named barrier {max(taken)}; consumers have them from {form.meeting}"
         )
+    elif form.paired:
+        problem = _pair_problem(form, compiled.asm["ptx"])
     if problem is not None:
         raise RuntimeError(
             f"the Hopper forward as compiled by Triton {triton.__version__} {problem}: nothing was "
             "launched. Use backend='triton', and please report this"
         )
+
+
+def _pair_problem(form: Form, ptx: str) -> str | None:
+    threads = re.search(r"\.reqntid (\d+)", ptx)
+    expected = 32 * (form.arrivals + 4)
+    if threads is None or int(threads[1]) != expected:
+        return f"has {threads[1] if threads else 'no number of'} threads, not {expected}"
+    for number in (form.keys_parameter, form.values_parameter):
+        if f" hopper_fwd_kernel_param_{number}[128]" not in ptx:
+            return f"has no descriptor as parameter {number}"
+    return None
 
 
 def _named_barriers(ptx: str) -> set[int]:

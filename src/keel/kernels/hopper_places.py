@@ -23,10 +23,14 @@ from keel.kernels.hopper_forms import (
     FIELDS_EMPTY_AT,
     FIELDS_FULL_AT,
     K_FULL_AT,
+    K_SHARED_AT,
+    NEWS,
+    NEWS_AT,
     Q_EMPTY_AT,
     Q_FULL_AT,
     TOPS_AT,
     V_FULL_AT,
+    V_SHARED_AT,
 )
 
 # fmt: off
@@ -38,6 +42,8 @@ FIELDS_EMPTY = gl.constexpr(FIELDS_EMPTY_AT)
 K_FULL = gl.constexpr(K_FULL_AT)
 V_FULL = gl.constexpr(V_FULL_AT)
 TOPS = gl.constexpr(TOPS_AT)
+V_FREE = gl.constexpr(12)
+"""First named barrier of the stages of values; of keys, and of all others, `Form.keys_free`."""
 
 
 @gluon.jit
@@ -77,7 +83,11 @@ def _counts(form):
     counts += [(Q_EMPTY_AT + i, form.arrivals) for i in range(form.q_buffers)]
     counts += [(FIELDS_FULL_AT + i, 1) for i in range(2)]
     counts += [(FIELDS_EMPTY_AT + i, form.arrivals) for i in range(2)]
-    return counts + [(first + i, 1) for first in (K_FULL_AT, V_FULL_AT) for i in range(form.stages)]
+    by_stage = [K_FULL_AT, V_FULL_AT]
+    if form.paired:
+        by_stage += [K_SHARED_AT, V_SHARED_AT]
+        counts += [(NEWS_AT + i, 1) for i in range(NEWS)]
+    return counts + [(first + i, 1) for first in by_stage for i in range(form.stages)]
 
 
 @gluon.constexpr_function
@@ -86,19 +96,29 @@ def _set_up(form):
         f"@first mbarrier.init.shared::cta.b64 [$1+{form.places_at + 8 * number}], {arrivals};"
         for number, arrivals in _counts(form)
     )
+    seen = "fence.mbarrier_init.release.cluster; " if form.paired else ""
     return "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; " \
-        "setp.eq.u32 first, thread, 0; " + " ".join(lines) + " mov.u32 $0, 0; }"
+        "setp.eq.u32 first, thread, 0; " + " ".join(lines) + f" {seen}mov.u32 $0, 0; }}"
+
+
+@gluon.jit
+def show_place(memory, SIZE: gl.constexpr):
+    """Of so many numbers of 16 bits."""
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    begin = reinterpreted(memory, gl.int64, [SIZE // 4, 1], barrier)
+    mbarrier.init(begin.index(0), 1)
+    mbarrier.invalidate(begin.index(0))
 
 
 @gluon.jit
 def set_up(ring, form: gl.constexpr):
-    """All of PLACES. Triton would stop all threads between two of them, so it has to do with two:
-    the first, and the first number of the queries for once, for `check_compiled` to see both."""
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    size: gl.constexpr = form.Q_BUFFERS * form.ROWS * form.D // 4
-    begin = reinterpreted(ring.q, gl.int64, [size, 1], barrier)
-    mbarrier.init(begin.index(0), 1)
-    mbarrier.invalidate(begin.index(0))
+    """All of PLACES. Triton would stop all threads between two of them, so it has to do with the
+    first; and with the first number of other arrays for once, for `check_compiled` to see where
+    they are."""
+    show_place(ring.q, form.Q_BUFFERS * form.ROWS * form.D)
+    if form.PAIRED:
+        show_place(ring.k, form.STAGES * form.BN * form.D)
+        show_place(ring.v, form.STAGES * form.BN * form.DV)
     mbarrier.init(one_of(ring, Q_FULL, 0), 1)
     gl.inline_asm_elementwise(_set_up(form), "=r,r,~{memory}", [ring.at], dtype=gl.int32,
                               is_pure=False, pack=1)

@@ -20,12 +20,20 @@ from keel.kernels.hopper_common import (
     touch,
     wait_for,
 )
+from keel.kernels.hopper_pairs import (
+    meet_peer,
+    rank_in_pair,
+    share_keys,
+    share_values,
+    tell_peer,
+)
 from keel.kernels.hopper_places import (
     FIELDS_EMPTY,
     FIELDS_FULL,
     K_FULL,
     Q_EMPTY,
     Q_FULL,
+    V_FREE,
     V_FULL,
     left_tops,
     one_of,
@@ -37,8 +45,6 @@ from keel.kernels.hopper_rows import raise_group
 PANEL = gl.constexpr(hopper_forms.PANEL)
 LATE = gl.constexpr(2)
 """Blocks of threads that others do not wait for before a tile."""
-V_FREE = gl.constexpr(12)
-"""First named barrier of the stages of values; of keys, and of all others, `Form.keys_free`."""
 
 
 @gluon.jit
@@ -49,15 +55,27 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
     older_head = -1
     grid = gl.num_programs(0)
     work = gl.program_id(0)
+    if form.PAIRED:
+        meet_peer()
+        rank = rank_in_pair()
+        grid //= 2
+        work //= 2
     left = 1  # each block of threads has work, and a loop that is known to begin takes less
     while left > 0:
-        drawn = draw(inputs.COUNTER)
+        if form.PAIRED:
+            drawn = 0
+            if rank == 0:
+                drawn = draw(inputs.COUNTER)
+        else:
+            drawn = draw(inputs.COUNTER)
         if form.BY_FACTORS:
             place, head = tile_and_head(work, numbers)
         else:
             # the loops of wide heads are 2 % slower without: ptxas orders them in another way
             KEEPS: gl.constexpr = form.CARRIES and form.Q_BUFFERS == 1
             place, head = place_of(work, numbers.num_tiles, numbers.section, KEEPS)
+        if form.PAIRED:
+            head = 2 * head + rank
         record = inputs.TILES + place * FIELDS
         row0 = gl.load(record)
         row_end = gl.load(record + 1)
@@ -105,27 +123,47 @@ def producer(inputs, numbers, ring, form: gl.constexpr):
             kv_head = quotient(head, numbers.group_factor, numbers.group_shift)
         else:
             kv_head = head // numbers.group
+        if form.TRAILS:
+            has_keys = False
+            old_key = 0
         for run in range(first, last):
             next_key = gl.load(inputs.RUNS + run * 4 + 4)  # behind the last run is one more
             next_end = gl.load(inputs.RUNS + run * 4 + 5)
             while key < end:
-                stage = stage_of(count, form)
-                if count >= form.STAGES:
-                    wait_for(form.KEYS_FREE + stage, form.CONSUMERS)
-                keys_came = one_of(ring, K_FULL, stage)
-                mbarrier.expect(keys_came, form.BN * form.D * 2)
-                bring(inputs.k, key, kv_head, keys_came, ring.k, stage, form)
-                if count >= form.STAGES:
-                    wait_for(V_FREE + stage, form.CONSUMERS)
-                values_came = one_of(ring, V_FULL, stage)
-                mbarrier.expect(values_came, form.BN * form.DV * 2)
-                tma_load(inputs.v, [key, kv_head, 0], values_came, ring.v.index(stage))
+                if form.TRAILS:
+                    share_keys(ring, key, kv_head, count, rank, form)
+                    if has_keys:
+                        share_values(ring, old_key, kv_head, count - 1, rank, form)
+                    has_keys = True
+                    old_key = key
+                elif form.PAIRED:
+                    share_keys(ring, key, kv_head, count, rank, form)
+                    share_values(ring, key, kv_head, count, rank, form)
+                else:
+                    stage = stage_of(count, form)
+                    if count >= form.STAGES:
+                        wait_for(form.KEYS_FREE + stage, form.CONSUMERS)
+                    keys_came = one_of(ring, K_FULL, stage)
+                    mbarrier.expect(keys_came, form.BN * form.D * 2)
+                    bring(inputs.k, key, kv_head, keys_came, ring.k, stage, form)
+                    if count >= form.STAGES:
+                        wait_for(V_FREE + stage, form.CONSUMERS)
+                    values_came = one_of(ring, V_FULL, stage)
+                    mbarrier.expect(values_came, form.BN * form.DV * 2)
+                    tma_load(inputs.v, [key, kv_head, 0], values_came, ring.v.index(stage))
                 key += form.BN
                 count += 1
             key = next_key
             end = next_end
+        if form.TRAILS:
+            share_values(ring, old_key, kv_head, count - 1, rank, form)
         drawn = told(drawn)
-        if drawn == numbers.num_work - 1:  # the last draw of all: ready for the next launch
+        if form.PAIRED:
+            drawn = tell_peer(ring, turn, drawn, rank, form)
+            is_last = (drawn == numbers.num_work - 1) & (rank == 0)
+        else:
+            is_last = drawn == numbers.num_work - 1
+        if is_last:  # the last draw of all: ready for the next launch
             gl.store(inputs.COUNTER, 0)
         work = drawn + grid
         left = numbers.num_work - work

@@ -23,6 +23,7 @@ from keel._versions import (
     c_launcher,
     fp_fusion,
     has_launch_hooks,
+    in_clusters,
     launch_stream,
     sparing_ptxas,
 )
@@ -59,6 +60,8 @@ class Prepared:
     (`early_launches`)."""
     check: Callable[[Any], None] | None = None
     """Sees the compiled kernel before it runs for the first time."""
+    cluster: int = 1
+    """Blocks of threads that run side by side, for each of the grid; only with a check."""
     options: dict[str, Any] = field(default_factory=dict)
     """More of what Triton's compiler is told."""
     streamed: dict[str, Callable[[torch.Tensor], Any]] = field(default_factory=dict)
@@ -185,9 +188,10 @@ class Recipe:
                 **options,
             }
             if self.prepared.check is not None and not INTERPRETED:
-                self.prepared.check(
-                    self.kernel.warmup(*arguments, grid=self.prepared.grid, **options)
-                )
+                compiled = self.kernel.warmup(*arguments, grid=self.prepared.grid, **options)
+                self.prepared.check(compiled)
+                if self.prepared.cluster > 1:
+                    in_clusters(compiled, self.prepared.cluster)
             compiled = self.kernel[self.prepared.grid](*arguments, **options)
         if INTERPRETED:
             return
