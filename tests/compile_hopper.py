@@ -183,6 +183,8 @@ def main() -> None:
         found = resources_and_spills(compiled)
         # to arrive at a neighbour's barrier, or to wait at one, takes none: see `hopper_pairs`
         found["fences"] = len(re.findall(r"mbarrier\.\S+\.cluster\.", compiled.asm["ptx"]))
+        found["lazy"] = form.lazy
+        found["votes"] = compiled.asm["ptx"].count("vote.sync.any")
         print(json.dumps(dataclasses.asdict(form) | found), flush=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from unittest import mock
 
 import pytest
@@ -142,6 +143,44 @@ def test_tiles_that_begin_together(monkeypatch, d):
                 outs.append(out)
     torch.cuda.synchronize()
     assert all(torch.equal(out, expected) for out in outs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rising(Case):
+    """Scores that rise or fall with the key by up to `reach`, in each row by another slope."""
+
+    reach: float = 0.0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        made = super().tensors()
+        made["q"][:, :, 1:] *= 0.2
+        made["k"][:, :, 1:] *= 0.2
+        rise = torch.linspace(-self.reach, self.reach, made["k"].shape[0], device=self.device)
+        made["k"][:, :, 0] = rise[:, None]
+        return made
+
+
+@pytest.mark.parametrize("reach", [3.0, 30.0, 300.0])
+@pytest.mark.parametrize(
+    ("d", "dv", "dtype"),
+    [
+        (128, None, torch.bfloat16),
+        (128, None, torch.float16),
+        (64, 128, torch.bfloat16),
+        (96, None, torch.bfloat16),
+        (192, 128, torch.bfloat16),
+        (256, None, torch.bfloat16),
+    ],
+)
+def test_highest_scores_that_rise(d, dv, dtype, reach):
+    """By less and by more than what sums are scaled anew for, in rows of one warp."""
+    rng = random.Random(int(d + reach))
+    made = [masks.full(1500), masks.causal(1500), many_tiles("documents"), many_tiles("window")]
+    made += [random_mask(rng, 700) for _ in range(8)]
+    for seed, mask in enumerate(made):
+        sizes = {"hq": 6, "hk": rng.choice([3, 6]), "d": d, "dv": dv, "dtype": dtype}
+        case = Rising(mask=mask, **sizes, device="cuda", seed=seed, scale=1.0, reach=reach)
+        assert_right(case, backend="hopper", sm_margin=rng.choice([0, 0, 125]))
 
 
 def run_paired(case: Case, paired: bool, **options) -> tuple[dict, list[bool]]:

@@ -97,6 +97,8 @@ def test_hopper_kernels_do_not_spill(which):
     for v in variants:
         assert v["shared"] <= SHARED_LIMIT[90], v
         assert not v["fences"], v
+        assert (v["votes"] > 0) == v["lazy"], v
+    assert {v["lazy"] for v in variants} == {True, False}
     assert not spilling(variants)
 
 

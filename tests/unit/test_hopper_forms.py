@@ -395,6 +395,17 @@ def test_news_has_room_for_all_that_may_be_on_their_way():
         assert hopper_forms.TOLD_AT + 4 * hopper_forms.NEWS <= hopper_forms.TOPS_AT
 
 
+def test_sums_that_are_scaled_anew_where_they_must():
+    def form(d: int, dv: int, **options) -> hopper_forms.Form:
+        return choose_form(d, dv, 64, out_matches=True, **options)
+
+    for dims in ((128, 128), (96, 96), (64, 128), (192, 128), (256, 256)):
+        assert form(*dims).lazy and form(*dims, want_max=True, has_sink=True).lazy
+        assert not form(*dims, has_softcap=True).lazy and not form(*dims, cuts=True).lazy
+    assert not form(128, 128, pack=8).lazy
+    assert not any(form(*dims).lazy for dims in ((64, 64), (128, 64), (256, 64)))
+
+
 def test_a_kernel_that_does_not_pass_is_not_launched():
     launched = []
 

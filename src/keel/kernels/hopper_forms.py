@@ -328,6 +328,14 @@ class Form(Constants):
         return self.paired and (timed or adds)
 
     @property
+    def lazy(self) -> bool:
+        """Sums of values are scaled anew where a highest score has risen far enough, not in each
+        block: a seventh of its instructions at head dim 128, a third at 256. With 64 columns that
+        is no faster; with a softcap, packed heads and parts of tiles it was not tried."""
+        whole = self.pack == 1 and not self.cuts
+        return self.dv >= 128 and whole and not self.has_softcap
+
+    @property
     def tops(self) -> bool:
         """The producer raises max logits: it waits for each tile to be put away, if there are two
         buffers."""

@@ -262,6 +262,8 @@ def consumer(code: gl.constexpr, cid, inputs, numbers, ring, form: gl.constexpr)
         else:
             s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, True)
         top2 = tops_of(s, raw_top, scale2, numbers, form)
+        if form.LAZY and form.WANT_MAX:
+            raw_top = top2
         shift = gl.where(top2 == float("-inf"), 0.0, top2)
         p = gl.exp2(s * scale2 - shift[:, None])
         sums = lane_sums(p)

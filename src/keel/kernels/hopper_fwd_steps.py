@@ -24,6 +24,10 @@ from keel.kernels.hopper_places import K_FULL, V_FREE, V_FULL, wait_at
 
 # fmt: off
 
+LATITUDE = gl.constexpr(8.0)
+"""By so many powers of two may a row's highest score rise before its sums are scaled anew, where
+forms are `lazy`: probabilities are 256 at most, which fp16 holds, and no less exact."""
+
 
 @gluon.jit
 def needed(needs, half, cid, form: gl.constexpr):
@@ -139,12 +143,45 @@ def as_operands(p, ring, form: gl.constexpr, WHICH: gl.constexpr, p_l: gl.conste
             return zeros, p
 
 
+@gluon.constexpr_function
+def _fade(count):
+    """Numbers of a thread are of two rows, two of the one and two of the other in turns."""
+    decays = [f"${2 * count + n}" for n in range(count)]
+    products = " ".join(f"mul.f32 ${n}, ${n}, {x};" for n, x in enumerate(decays))
+    return f"""{{
+        .reg .pred fades;
+        setp.neu.f32 fades, {decays[0]}, 0f3F800000;
+        setp.neu.or.f32 fades, {decays[2]}, 0f3F800000, fades;
+        vote.sync.any.pred fades, fades, 0xffffffff;
+        @!fades bra kept;
+        {products}
+        kept:
+        }}"""
+
+
+@gluon.constexpr_function
+def _fade_operands(count):
+    """Each number in its own place."""
+    return ",".join(["=f"] * count + [str(n) for n in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def fade(acc, decay, form: gl.constexpr):
+    """acc · decay of each row; a warp all of whose rows have 1 passes it by."""
+    COUNT: gl.constexpr = form.DV // 2
+    return gl.inline_asm_elementwise(
+        _fade(COUNT), _fade_operands(COUNT), [acc, decay[:, None]], dtype=gl.float32,
+        is_pure=False, pack=COUNT)
+
+
 @gluon.jit
 def step(cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
          scale2, numbers, form: gl.constexpr, MASKED: gl.constexpr, WHICH: gl.constexpr,
          p_l: gl.constexpr, row_l: gl.constexpr):
     """Scores of a block of keys while the values of the block before are added up.
 
+    top2: what is taken from scores before they go into exp2. In lazy forms it follows the highest
+    score of a row in steps, and raw_top has that one, where it is wanted.
     WHICH: the half of the block that is needed, 0 or 1; 2 for all of it.
     """
     KEYS: gl.constexpr = form.BN if WHICH == 2 else HALF
@@ -168,7 +205,11 @@ def step(cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
         key += HALF
     s, raw_top = scores(s, key, lo, hi, raw_top, numbers, form, MASKED)
     new_top2 = gl.convert_layout(tops_of(s, raw_top, scale2, numbers, form), srow_l)
-    if not form.CAPS_TOP:
+    if form.LAZY:
+        if form.WANT_MAX:
+            raw_top = gl.maximum(raw_top, new_top2)
+        new_top2 = gl.where(new_top2 > top2 + LATITUDE, new_top2, top2)
+    elif not form.CAPS_TOP:
         new_top2 = gl.maximum(top2, new_top2)
     shift = new_top2
     if MASKED:
@@ -184,7 +225,10 @@ def step(cid, q, ring, acc, sums, top2, raw_top, probs, count, key, lo, hi,
         acc = warpgroup_mma_wait(0, [acc])
     mark(V_FREE + stage, form.CONSUMERS)
     probs = as_operands(p, ring, form, WHICH, p_l)
-    acc = acc * gl.convert_layout(decay, row_l)[:, None]
+    if form.LAZY:
+        acc = fade(acc, gl.convert_layout(decay, row_l), form)
+    else:
+        acc = acc * gl.convert_layout(decay, row_l)[:, None]
     return acc, sums, new_top2, raw_top, probs
 
 

@@ -50,6 +50,8 @@ def put_away(code: gl.constexpr, inputs, numbers, ring, form: gl.constexpr, LAST
         row_top = top2  # times log2(e), for the producer to take out again
         if form.HAS_SOFTCAP:
             row_top = raw_top * numbers.scale
+        elif form.LAZY:
+            row_top = raw_top
         row_top = row_top + total * 0.0  # maxima drop NaNs, sums keep them
         row_top = gl.where(there, row_top, float("-inf"))
     if form.WANT_MAX and not form.TOPS and form.UNHURRIED:
