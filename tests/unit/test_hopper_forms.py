@@ -406,6 +406,17 @@ def test_sums_that_are_scaled_anew_where_they_must():
     assert not any(form(*dims).lazy for dims in ((64, 64), (128, 64), (256, 64)))
 
 
+@pytest.mark.parametrize("scarce", [True, False])
+def test_bounds_are_read_again_where_highest_scores_take_their_registers(monkeypatch, scarce):
+    """With Triton 3.7."""
+    monkeypatch.setattr(hopper_forms, "keeps_addresses", lambda: not scarce)
+    for more in ({}, {"has_sink": True}):
+        assert choose_form(256, 256, 64, out_matches=True, want_max=True, **more).rereads is scarce
+        assert not choose_form(256, 256, 64, out_matches=True, **more).rereads
+    for dims in ((192, 192), (256, 128), (128, 128)):
+        assert not choose_form(*dims, 64, out_matches=True, want_max=True).rereads
+
+
 def test_a_kernel_that_does_not_pass_is_not_launched():
     launched = []
 

@@ -242,7 +242,9 @@ class Form(Constants):
         """Bounds of rows are read when they are needed: there are few registers."""
         parts = self.cuts and self.q_buffers == 2 and self.bn == 128
         capped = self.q_buffers == 1 and self.has_softcap
-        return self.least or capped or (parts and wastes_registers())
+        # beside each row's highest score, which lazy forms keep by itself
+        full = self._is_full and self.lazy and self.want_max and not keeps_addresses()
+        return self.least or capped or full or (parts and wastes_registers())
 
     @property
     def carries(self) -> bool:
